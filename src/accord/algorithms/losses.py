@@ -184,7 +184,7 @@ def ppo_policy_loss(
     loss = (weights * torch.maximum(plain, clipped)).sum()
     with torch.no_grad():
         stats = PolicyStats(
-            approx_kl=(weights * (torch.expm1(-log_ratio) + log_ratio)).sum(),
+            approx_kl=(weights * (torch.expm1(log_ratio) - log_ratio)).sum(),  # k3 with d = log π_old - log π
             clip_fraction=(weights * (clipped > plain)).sum(),
             ratio_mean=(weights * ratio).sum(),
         )
