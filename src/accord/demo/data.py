@@ -1,0 +1,143 @@
+"""The demo world's data files, as a user would have them: plain JSON lines, nothing that only Accord could read.
+
+sft.jsonl              demonstrations: good and bad ones mixed, as real ones are
+preferences.jsonl      pairs of answers, labelled by the judge and, one time in ten, the wrong way round
+prompts.jsonl          what PPO answers
+heldout_prompts.jsonl  requests that no training file holds, for the judge: half English, half Chinese
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accord.demo import world
+from accord.demo.judge import WORTH
+from accord.demo.world import ANSWER_KINDS, KINDS, LANGUAGES, AnswerKind, Request
+from accord.errors import DataError
+
+FILES = {
+    "sft": "sft.jsonl",
+    "preferences": "preferences.jsonl",
+    "prompts": "prompts.jsonl",
+    "heldout": "heldout_prompts.jsonl",
+}
+SIZES = {"sft": 6000, "preferences": 6000, "prompts": 4000, "heldout": 480}
+SFT_MIX: dict[AnswerKind, float] = {"polite": 0.28, "rambling": 0.30, "rude": 0.20, "wrong": 0.22}
+PAIR_MIX: dict[AnswerKind, float] = {"polite": 0.22, "rambling": 0.30, "rude": 0.26, "wrong": 0.22}
+LABEL_NOISE = 0.1
+MULTI_TURN = 0.15  # share of conversations with an earlier exchange
+
+
+def write(folder: str | Path, seed: int = 1) -> Path:
+    """Write all files into `folder` (made if it is missing) and return it. The same seed gives the same bytes."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = {"sft": _demonstrations, "preferences": _preferences, "prompts": _prompts, "heldout": _heldout}
+    for name, make_rows in rows.items():
+        rng = random.Random(f"accord demo {name} {seed}")
+        with open(folder / FILES[name], "w", encoding="utf-8", newline="\n") as file:
+            for row in make_rows(rng, SIZES[name]):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return folder
+
+
+def ensure_data(seed: int = 1) -> Path:
+    """The folder of the files for this seed in the cache (`$ACCORD_CACHE` or ~/.cache/accord), written when it is missing."""
+    root = Path(os.environ.get("ACCORD_CACHE") or Path.home() / ".cache" / "accord")
+    folder = root / f"demo-{seed}-{_version()}"
+    if folder.is_dir():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=".demo-", dir=root))
+    try:
+        write(beside, seed)
+        try:
+            os.rename(beside, folder)  # complete or absent
+        except OSError:
+            if not folder.is_dir():  # else another process was first, with the same bytes
+                raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return folder
+
+
+def data_path(name: str, seed: int = 1) -> Path:
+    """The file behind `demo:<name>`, written when it is missing. Raises DataError for a name that is not in FILES."""
+    if name not in FILES:
+        raise DataError(f"demo:{name}: no such demo data. There are: {', '.join(f'demo:{known}' for known in FILES)}.")
+    return ensure_data(seed) / FILES[name]
+
+
+def _version() -> str:
+    """Changes whenever the world or this file does, so that no stale cache is read."""
+    digest = hashlib.sha256()
+    for module in ("world.py", "data.py"):
+        digest.update((Path(__file__).parent / module).read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _demonstrations(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    for _ in range(count):
+        request = world.sample(rng)
+        reply = world.answer(rng, request, pick(rng, SFT_MIX))
+        yield {"messages": [*conversation(rng, request), {"role": "assistant", "content": reply}]}
+
+
+def _preferences(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    for _ in range(count):
+        request = world.sample(rng)
+        first, second = pick_two(rng, PAIR_MIX)
+        if (WORTH[first] < WORTH[second]) != (rng.random() < LABEL_NOISE):
+            first, second = second, first
+        prompt = conversation(rng, request)
+        yield {"prompt": prompt, "chosen": world.answer(rng, request, first), "rejected": world.answer(rng, request, second)}
+
+
+def _prompts(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    for _ in range(count):
+        yield {"messages": conversation(rng, world.sample(rng))}
+
+
+def _heldout(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    seen: set[str] = set()
+    number = 0
+    while len(seen) < count:
+        language = LANGUAGES[len(seen) % 2]
+        request = world.sample(rng, heldout=True, kind=KINDS[number % len(KINDS)], language=language)
+        number += 1  # a small kind runs out of held-out requests: the others then fill up
+        if request.text not in seen:
+            seen.add(request.text)
+            yield {"messages": [{"role": "user", "content": request.text}], "reference": request.value}
+
+
+def conversation(rng: random.Random, request: Request) -> list[dict[str, str]]:
+    """The turns up to and with the request: sometimes an earlier exchange comes first, answered in any of the four ways."""
+    turns = []
+    if rng.random() < MULTI_TURN:
+        earlier = world.sample(rng)
+        turns = [
+            {"role": "user", "content": earlier.text},
+            {"role": "assistant", "content": world.answer(rng, earlier, pick(rng, SFT_MIX))},
+        ]
+    return [*turns, {"role": "user", "content": request.text}]
+
+
+def pick(rng: random.Random, mix: dict[AnswerKind, float]) -> AnswerKind:
+    """A kind of answer with the mix's proportions."""
+    return rng.choices(ANSWER_KINDS, [mix[kind] for kind in ANSWER_KINDS])[0]
+
+
+def pick_two(rng: random.Random, mix: dict[AnswerKind, float]) -> tuple[AnswerKind, AnswerKind]:
+    """Two different kinds."""
+    first = pick(rng, mix)
+    while (second := pick(rng, mix)) == first:
+        pass
+    return first, second
