@@ -24,12 +24,13 @@ def gae(
         A_t = δ_t + γλ A_{t+1}
         R̂_t = A_t + V_t
 
-    Returns (advantages [N], returns [N]), float32, on the device of `rewards`. Raises ValueError if the lengths do not sum to N.
+    Returns (advantages [N], returns [N]) in the dtype of `rewards`; the recursion itself runs in float64.
+    Raises ValueError if the lengths do not sum to N.
     """
     if rewards.shape != values.shape or sum(lengths) != len(rewards):
         raise ValueError(f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and lengths (sum {sum(lengths)}) differ")
     if not len(rewards):
-        return rewards.float(), rewards.float()
+        return rewards.clone(), rewards.clone()
     # One column per response, aligned at the end: the recursion runs once over time for all of them.
     table = _Ragged(lengths, rewards.device)
     reward, value = table.pad(rewards.double()), table.pad(values.double())  # [R, T_max]
@@ -42,7 +43,7 @@ def gae(
         following_value = value[:, t]
         advantages[:, t] = following_advantage
     flat = table.unpad(advantages)
-    return flat.float(), (flat + values.double()).float()
+    return flat.to(rewards.dtype), (flat + values.double()).to(rewards.dtype)
 
 
 class _Ragged:
