@@ -1,0 +1,155 @@
+"""From trees to packs: one padding-free row of tokens, with everything a loss needs to know about it.
+
+Sources: prefix sharing for preference training, arXiv:2410.20305; first-fit decreasing, Johnson 1973.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from accord.data.trees import Tree
+from accord.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Trees laid end to end in one row of T tokens.
+
+    N targets (trained tokens that have a predecessor in their own sequence) and S sequences (the trees' leaves, in order).
+    """
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64: continues from the parent's end, so each sequence counts 0, 1, 2 …
+    segments: tuple[tuple[int, int, int], ...]  # (start, end, parent segment or -1), rows of the pack
+    predict: Tensor  # [N] the position whose next token is the target; a child's first token is predicted by its parent's last
+    targets: Tensor  # [N] token ids
+    sequence: Tensor  # [N] which of the S sequences each target belongs to
+    ends: Tensor  # [S] position of each sequence's last token
+    index: tuple[int, ...]  # [S] the number of the sequence's tree in the list that was packed
+    trees: tuple[Tree, ...]
+    tree_index: tuple[int, ...]  # the number of each tree in the list that was packed
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.index)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.targets)
+
+    @cached_property
+    def target_counts(self) -> Tensor:
+        """[S] how many targets each sequence has."""
+        import torch
+
+        return torch.bincount(self.sequence, minlength=self.num_sequences)
+
+    def to(self, device) -> Pack:
+        moved = {name: getattr(self, name).to(device) for name in ("input_ids", "position_ids", "predict", "targets", "sequence", "ends")}
+        return replace(self, **moved)
+
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
+        """[N] → [S]: the sum of `values` over each sequence's targets, accumulated in float64 (a long pair can change sign in float32)."""
+        import torch
+
+        total = torch.zeros(self.num_sequences, dtype=torch.float64, device=values.device)
+        return total.index_add(0, self.sequence.to(values.device), values.double())
+
+
+def make_pack(trees: Sequence[Tree], index: Sequence[int]) -> Pack:
+    """Lay `trees` end to end. `index[i]` is the number of trees[i] in the list it came from."""
+    import torch
+
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    segments: list[tuple[int, int, int]] = []
+    predict: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    sequence: list[np.ndarray] = []
+    ends: list[int] = []
+    sequence_index: list[int] = []
+    row = 0
+    for tree, number in zip(trees, index, strict=True):
+        first = len(segments)
+        depth: list[int] = []  # sequence length up to and including each segment
+        leaves = set(tree.leaves)
+        for i, segment in enumerate(tree.segments):
+            length = len(segment)
+            before = depth[segment.parent] if segment.parent >= 0 else 0
+            depth.append(before + length)
+            parent = first + segment.parent if segment.parent >= 0 else -1
+            tokens.append(segment.tokens)
+            positions.append(np.arange(before, before + length, dtype=np.int64))
+            segments.append((row, row + length, parent))
+            if i in leaves:
+                where = np.flatnonzero(segment.trained)
+                # The token at `where` is predicted one position earlier; the first of a child by the end of its parent.
+                source = row + where - 1
+                if len(where) and where[0] == 0:
+                    if parent < 0:
+                        where, source = where[1:], source[1:]  # nothing comes before the first token of a sequence
+                    else:
+                        source[0] = segments[parent][1] - 1
+                predict.append(source)
+                targets.append(segment.tokens[where])
+                sequence.append(np.full(len(where), len(ends), dtype=np.int64))
+                ends.append(row + length - 1 if length else segments[parent][1] - 1)
+                sequence_index.append(number)
+            row += length
+    def joined(parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(0, dtype=torch.int64)
+
+    return Pack(
+        joined(tokens),
+        joined(positions),
+        tuple(segments),
+        joined(predict),
+        joined(targets),
+        joined(sequence),
+        torch.tensor(ends, dtype=torch.int64),
+        tuple(sequence_index),
+        tuple(trees),
+        tuple(index),
+    )
+
+
+def first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Bins of item numbers whose sizes sum to at most `budget`, few and full. Ties keep the order given: the result is deterministic."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        for b, free in enumerate(room):
+            if sizes[item] <= free:
+                bins[b].append(item)
+                room[b] -= sizes[item]
+                break
+        else:
+            bins.append([item])
+            room.append(budget - sizes[item])
+    return [sorted(b) for b in bins]
+
+
+def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[Pack]:
+    """Packs of at most `max_tokens` tokens; a tree is never split. The result depends on nothing but the arguments.
+
+    Raises DataError when a tree alone is larger than the budget.
+    """
+    sizes = [tree.num_tokens for tree in trees]
+    if sizes and max(sizes) > max_tokens:
+        largest = max(range(len(sizes)), key=lambda i: sizes[i])
+        raise DataError(
+            f"an example needs {sizes[largest]:,} tokens (its prompt and all its answers) but train.max_tokens is {max_tokens:,}. "
+            f"Raise train.max_tokens to {sizes[largest]:,} or lower data.max_length."
+        )
+    return [make_pack([trees[i] for i in b], b) for b in first_fit_decreasing(sizes, max_tokens)]

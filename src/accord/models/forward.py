@@ -1,0 +1,273 @@
+"""A model read through packs: hidden states, log-probabilities, values and scores."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from accord.data.packing import Pack, make_pack
+from accord.data.trees import branching, single
+from accord.models.logprobs import TokenLogprobs, chunked_logprobs, logprobs_from_logits
+from accord.models.packed import ATTENTION_NAME, SegmentLayout, packed_forward
+
+log = logging.getLogger(__name__)
+
+
+class PackedModel:
+    """Reads packs with a `transformers` model, padding-free where its architecture allows it.
+
+    Architectures outside the attention interface are found by a self-test when the model is wrapped; they compute the same
+    numbers on padded rows, one a sequence (`packed` is False then).
+    """
+
+    def __init__(self, module: nn.Module, *, precision: str = "float32") -> None:
+        self.module = module
+        self.inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+        self.device = next(module.parameters()).device
+        self.compute_dtype = torch.bfloat16 if precision == "bf16" else None
+        self.packed = enable_segments(self.inner)
+        self._head_is_linear: bool | None = None
+
+    # -- hidden states -----------------------------------------------------------------------------------------------
+
+    def hidden(self, pack: Pack, embedding_noise: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states of the last layer, as ([rows, d], rows of `pack.predict`, rows of `pack.ends`)."""
+        pack = pack.to(self.device)
+        with self._autocast():
+            if self.packed:
+                return _packed_hidden(self.inner, pack, embedding_noise), pack.predict, pack.ends
+            hidden = _padded_hidden(self.inner, pack)
+        width = hidden.shape[1]
+        predict = pack.sequence * width + pack.position_ids[pack.predict]
+        ends = torch.arange(pack.num_sequences, device=self.device) * width + pack.position_ids[pack.ends]
+        return hidden.flatten(0, 1), predict, ends
+
+    def _autocast(self):
+        return torch.autocast(self.device.type, self.compute_dtype) if self.compute_dtype else contextlib.nullcontext()
+
+    # -- language models ---------------------------------------------------------------------------------------------
+
+    def token_logprobs(
+        self, pack: Pack, *, temperature: float = 1.0, entropy: bool = False, mean: bool = False, embedding_noise: float | None = None
+    ) -> TokenLogprobs:
+        """log π(target | what comes before, temperature) of the pack's N targets, in float32, with gradient where enabled.
+
+        `entropy` and `mean` ask for the distribution's entropy and its mean log-probability at the same positions.
+        """
+        targets = pack.targets.to(self.device)
+        if self._head_is_linear is None:
+            self._head_is_linear = _head_is_linear(self.inner)
+        if self._head_is_linear:
+            hidden, predict, _ = self.hidden(pack, embedding_noise)
+            head = self.inner.get_output_embeddings()  # type: ignore[operator]
+            return chunked_logprobs(
+                hidden.index_select(0, predict), head.weight, head.bias, targets, temperature, entropy, mean, self.compute_dtype
+            )
+        with self._autocast():
+            logits = _logits(self.inner, pack.to(self.device), self.packed, embedding_noise)
+        return logprobs_from_logits(logits, targets, temperature, entropy, mean)
+
+    # -- models with a scalar head -----------------------------------------------------------------------------------
+
+    def values(self, pack: Pack) -> Tensor:
+        """[N] the scalar head at `pack.predict`: V of the state before each target token. Float32."""
+        hidden, predict, _ = self.hidden(pack)
+        return self._scalar(hidden.index_select(0, predict))
+
+    def scores(self, pack: Pack) -> Tensor:
+        """[S] the scalar head on each sequence's last token. Float32."""
+        hidden, _, ends = self.hidden(pack)
+        return self._scalar(hidden.index_select(0, ends))
+
+    def _scalar(self, hidden: Tensor) -> Tensor:
+        head = scalar_head(self.inner)
+        with torch.autocast(self.device.type, enabled=False):
+            bias = head.bias.float() if head.bias is not None else None
+            return nn.functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
+
+
+class FrozenModel(PackedModel):
+    """A reference or reward model: the same numbers, never a gradient."""
+
+    def __init__(self, module: nn.Module, *, precision: str = "float32") -> None:
+        module.requires_grad_(False).eval()
+        super().__init__(module, precision=precision)
+
+    @torch.no_grad()
+    def hidden(self, pack: Pack, embedding_noise: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        return super().hidden(pack)
+
+    @torch.no_grad()
+    def token_logprobs(self, pack: Pack, **options) -> TokenLogprobs:
+        return super().token_logprobs(pack, **options)
+
+
+def scalar_head(module: nn.Module) -> nn.Linear:
+    """The one-output head of a sequence-classification model (through peft's copy of it, if there is one)."""
+    head = getattr(module, "score", None) or getattr(module, "classifier", None)
+    if hasattr(head, "modules_to_save"):
+        head = head.modules_to_save[head.active_adapter if isinstance(head.active_adapter, str) else head.active_adapter[0]]  # type: ignore[union-attr]
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise TypeError(f"{type(module).__name__} has no linear scalar head")
+    return head
+
+
+def _trunk(module: nn.Module) -> nn.Module:
+    return module.base_model  # type: ignore[return-value]
+
+
+def _packed_inputs(module: nn.Module, pack: Pack, embedding_noise: float | None) -> dict:
+    inputs: dict = {
+        "position_ids": pack.position_ids[None],
+        "use_cache": False,
+        "accord_layout": SegmentLayout(pack.segments, pack.position_ids),
+    }
+    if embedding_noise:
+        embedded = module.get_input_embeddings()(pack.input_ids[None])  # type: ignore[operator]
+        inputs["inputs_embeds"] = embedded + _neftune_noise(pack, embedded, embedding_noise)
+    else:
+        inputs["input_ids"] = pack.input_ids[None]
+    return inputs
+
+
+def _neftune_noise(pack: Pack, embedded: Tensor, alpha: float) -> Tensor:
+    """Uniform noise of size α / sqrt(L d), L the length of each sequence (NEFTune, arXiv:2310.05914, §2)."""
+    scale = torch.empty(len(pack), device=embedded.device)
+    for (start, end, _), length in zip(pack.segments, _lengths(pack), strict=True):
+        scale[start:end] = alpha / (length * embedded.shape[-1]) ** 0.5
+    return (torch.rand_like(embedded) * 2 - 1) * scale[None, :, None]
+
+
+def _lengths(pack: Pack) -> list[int]:
+    """For each segment the length of the longest sequence it belongs to."""
+    return [tree.longest for tree in pack.trees for _ in tree.segments]
+
+
+def _packed_hidden(module: nn.Module, pack: Pack, embedding_noise: float | None = None) -> Tensor:
+    with packed_forward():
+        return _trunk(module)(**_packed_inputs(module, pack, embedding_noise)).last_hidden_state[0]
+
+
+def _padded_batch(pack: Pack) -> tuple[Tensor, Tensor]:
+    """The pack's sequences as right-padded rows: ids [S, L] and attention mask [S, L]."""
+    rows = [tree.sequence(leaf) for tree in pack.trees for leaf in tree.leaves]
+    width = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.from_numpy(row.astype("int64"))
+        mask[i, : len(row)] = 1
+    return ids.to(pack.input_ids.device), mask.to(pack.input_ids.device)
+
+
+def _padded_hidden(module: nn.Module, pack: Pack) -> Tensor:
+    ids, mask = _padded_batch(pack)
+    return _trunk(module)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+
+def _logits(module: nn.Module, pack: Pack, packed: bool, embedding_noise: float | None = None) -> Tensor:
+    """[N, V] logits at `pack.predict` through the model's own forward, with its own scaling and soft-capping."""
+    if packed:
+        with packed_forward():
+            return module(**_packed_inputs(module, pack, embedding_noise), logits_to_keep=pack.predict).logits[0]
+    ids, mask = _padded_batch(pack)
+    logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return logits[pack.sequence, pack.position_ids[pack.predict]]
+
+
+# -- self-tests when a model is wrapped --------------------------------------------------------------------------------
+
+
+def _probe_pack(module: nn.Module) -> Pack:
+    """Two small trees, and one sequence longer than the attention window where that is short enough to try."""
+    config = module.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config  # type: ignore[union-attr,operator]
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(0, config.vocab_size, (n,), generator=generator).tolist()  # type: ignore[union-attr]
+
+    trees = [branching(tokens(5), [tokens(4), tokens(2)]), branching(tokens(7), [tokens(3), tokens(6)])]
+    window = getattr(config, "sliding_window", None)
+    if isinstance(window, int) and window + 8 <= 512:
+        trees.append(branching(tokens(window), [tokens(8), tokens(3)]))
+    trees.append(single(tokens(6), [True] * 6))
+    return make_pack(trees, range(len(trees)))
+
+
+@torch.no_grad()
+def enable_segments(module: nn.Module) -> bool:
+    """Switch `module` to segment attention if it then computes what separate forwards compute; say so and leave it alone if not.
+
+    A list of names would not do: some architectures swallow the layout and answer wrongly.
+    """
+    if module.config._attn_implementation == ATTENTION_NAME:  # type: ignore[union-attr]
+        return True
+    before = module.config._attn_implementation  # type: ignore[union-attr]
+    was_training = module.training
+    module.eval()
+    pack = _probe_pack(module).to(next(module.parameters()).device)
+    expected = []
+    try:
+        for i, tree in enumerate(pack.trees):
+            for leaf in tree.leaves:
+                alone = make_pack([single(tree.sequence(leaf).tolist(), tree.sequence_trained(leaf).tolist())], [i]).to(pack.input_ids.device)
+                expected.append(_padded_hidden(module, alone)[0])
+        reason = "its attention cannot be replaced"
+        try:
+            module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+            hidden = _packed_hidden(module, pack)
+            if len(hidden) == len(pack):
+                difference = _largest_difference(pack, hidden, expected)
+                if difference < (1e-3 if hidden.dtype == torch.float32 else 0.1):
+                    return True
+                reason = f"its packed hidden states differ by {difference:.1g}"
+        except (TypeError, ValueError, NotImplementedError, RuntimeError, AttributeError, KeyError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        module.set_attn_implementation(before)  # type: ignore[operator]
+        module.config._attn_implementation = before  # type: ignore[union-attr]
+        log.warning("%s does not take segment attention (%s): padded batches are used, slower and with the same numbers.", type(module).__name__, reason)
+        return False
+    finally:
+        module.train(was_training)
+
+
+def _largest_difference(pack: Pack, hidden: Tensor, expected: list[Tensor]) -> float:
+    """Over all sequences, relative to the largest hidden value."""
+    worst, sequence, row = 0.0, 0, 0
+    for tree in pack.trees:
+        starts = []
+        for segment in tree.segments:
+            starts.append(row)
+            row += len(segment)
+        for leaf in tree.leaves:
+            rows = torch.cat([torch.arange(starts[i], starts[i] + len(tree.segments[i])) for i in tree.path(leaf)])
+            want = expected[sequence].float()
+            got = hidden[rows.to(hidden.device)].float()
+            worst = max(worst, float((got - want).abs().max() / want.abs().max().clamp_min(1e-6)))
+            sequence += 1
+    return worst
+
+
+@torch.no_grad()
+def _head_is_linear(module: nn.Module) -> bool:
+    """Whether logits are just hidden · Wᵀ + b: no soft-cap, no scaling, no bias of another kind."""
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear:
+        return False
+    ids = torch.arange(min(8, head.out_features), device=head.weight.device)[None]
+    was_training = module.training
+    module.eval()
+    hidden = _trunk(module)(input_ids=ids, use_cache=False).last_hidden_state
+    # Large hidden states would show a soft-cap that small ones hide: compare through the model's own forward and by its config.
+    logits = module(input_ids=ids, use_cache=False).logits
+    module.train(was_training)
+    config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config  # type: ignore[union-attr,operator]
+    if getattr(config, "final_logit_softcapping", None):
+        return False
+    if hidden.shape[-1] != head.in_features:
+        return False
+    return bool(torch.allclose(logits.float(), head(hidden).float(), rtol=1e-3, atol=1e-3 * float(logits.float().abs().max())))

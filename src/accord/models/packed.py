@@ -1,0 +1,196 @@
+"""Segment attention: a pack's sequences share their prompt's computation and cannot see each other.
+
+Attention of a segment = causal over itself plus all of its ancestors, within the layer's sliding window (measured in position
+ids) and with its soft-cap if it has them. It is one function registered with `transformers`' attention interface; the layout of
+the pack travels as a keyword argument through the model's forward, so every architecture that uses that interface works unchanged.
+
+Source of the idea: prefix sharing for preference training, arXiv:2410.20305.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION_NAME = "accord_segments"
+SMALL = 96  # segments up to this long are computed together in padded groups: a call of their own costs more than the padding
+GROUP_WASTE = 1.5  # a group's padded size over its first member's, at most
+
+_in_pack: ContextVar[bool] = ContextVar("accord_in_pack", default=False)
+
+
+@dataclass(frozen=True)
+class Group:
+    """G segments whose attention is one call, padded to L queries and K keys."""
+
+    queries: Tensor  # [G, L] rows of the pack; padding repeats row 0 of the segment
+    keys: Tensor  # [G, K] rows of the pack: ancestors, then the segment itself
+    query_mask: Tensor  # [G, L] bool
+    key_mask: Tensor  # [G, K] bool
+    span: tuple[int, int] | None  # the one segment's (start, end) when G = 1 and it has no ancestors: plain slices serve
+
+    def mask(self, positions: Tensor, window: int | None) -> Tensor:
+        """[G, 1, L, K] bool: key at or before the query in its own sequence, and within the window."""
+        distance = positions[self.queries][:, :, None] - positions[self.keys][:, None, :]
+        allowed = (distance >= 0) & self.key_mask[:, None, :]
+        if window is not None:
+            allowed &= distance < window
+        allowed |= ~self.query_mask[:, :, None]  # a padded query sees anything, or its softmax would be 0/0
+        return allowed[:, None]
+
+
+class SegmentLayout:
+    """How the attention of one pack is cut into calls. Built once per pack, used by every layer, forward and backward."""
+
+    def __init__(self, segments: Sequence[tuple[int, int, int]], positions: Tensor) -> None:
+        """`segments`: (start, end, parent or -1), parents first; `positions`: [T] position ids."""
+        self.positions = positions
+        self.groups = _make_groups(segments, positions.device)
+        rows = torch.cat([group.queries[group.query_mask] for group in self.groups])
+        self.order = torch.empty_like(rows)
+        self.order[rows] = torch.arange(len(rows), device=rows.device)
+        self.longest = int(positions.max()) + 1 if len(positions) else 0
+        self._masks: dict[int | None, list[Tensor]] = {}
+
+    def masks(self, window: int | None) -> list[Tensor]:
+        if window is not None and window >= self.longest:
+            window = None  # the window never cuts anything here
+        if window not in self._masks:
+            self._masks[window] = [group.mask(self.positions, window) for group in self.groups]
+        return self._masks[window]
+
+
+def _make_groups(segments: Sequence[tuple[int, int, int]], device: torch.device) -> list[Group]:
+    ancestors: list[list[tuple[int, int]]] = []
+    for _start, _end, parent in segments:
+        ancestors.append([*ancestors[parent], segments[parent][:2]] if parent >= 0 else [])
+    items = [i for i, (start, end, _) in enumerate(segments) if end > start]
+    key_length = {i: sum(e - s for s, e in ancestors[i]) + segments[i][1] - segments[i][0] for i in items}
+    length = {i: segments[i][1] - segments[i][0] for i in items}
+    # Neighbours in this order have similar shapes, so that padding a group wastes little.
+    small = sorted((i for i in items if length[i] <= SMALL), key=lambda i: (-key_length[i], -length[i]))
+    buckets: list[list[int]] = [[i] for i in items if length[i] > SMALL]
+    bucket: list[int] = []
+    used = padded = 0
+    for i in small:
+        longest = max(length[j] for j in [*bucket, i])
+        keys = max(key_length[j] for j in [*bucket, i])
+        padded = (len(bucket) + 1) * longest * keys
+        if bucket and padded > GROUP_WASTE * (used + length[i] * key_length[i]):
+            buckets.append(bucket)
+            bucket, used = [], 0
+        bucket.append(i)
+        used += length[i] * key_length[i]
+    if bucket:
+        buckets.append(bucket)
+
+    groups = []
+    for members in buckets:
+        query_rows = [torch.arange(segments[i][0], segments[i][1]) for i in members]
+        key_rows = [torch.cat([torch.arange(s, e) for s, e in [*ancestors[i], segments[i][:2]]]) for i in members]
+        queries, query_mask = _pad(query_rows)
+        keys, key_mask = _pad(key_rows)
+        only = members[0]
+        span = segments[only][:2] if len(members) == 1 and not ancestors[only] else None
+        groups.append(Group(queries.to(device), keys.to(device), query_mask.to(device), key_mask.to(device), span))
+    return groups
+
+
+def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    width = max(len(row) for row in rows)
+    padded = torch.stack([F.pad(row, (0, width - len(row)), value=int(row[0])) for row in rows])
+    mask = torch.stack([torch.arange(width) < len(row) for row in rows])
+    return padded, mask
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, d]
+    key: Tensor,  # [1, key heads, T, d]
+    value: Tensor,  # [1, key heads, T, d]
+    attention_mask: Tensor | None,
+    accord_layout: SegmentLayout | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """The attention of one layer over a pack: [1, T, heads, d]. Without a layout it is `transformers`' ordinary attention."""
+    if accord_layout is None:
+        if softcap is not None:
+            return _plain_softcap(module, query, key, value, attention_mask, scaling, softcap), None
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
+        )
+    if kwargs.get("position_bias") is not None or kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention with a position bias or with sinks")  # the self-test sees it and falls back
+    repeat = query.shape[1] // key.shape[1]
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    windowed = sliding_window is not None and sliding_window < accord_layout.longest
+    masks = accord_layout.masks(sliding_window) if windowed or any(g.span is None for g in accord_layout.groups) or softcap else None
+    outputs = []
+    for i, group in enumerate(accord_layout.groups):
+        if group.span is not None:
+            q, k, v = (x[group.span[0] : group.span[1]][None].transpose(1, 2) for x in (query, key, value))
+            causal = not windowed and softcap is None
+        else:
+            q = _rows(query, group.queries)
+            k, v = _rows(key, group.keys), _rows(value, group.keys)
+            causal = False
+        k, v = repeat_kv(k, repeat), repeat_kv(v, repeat)
+        mask = None if causal else masks[i]  # type: ignore[index]
+        if softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=causal)
+        else:
+            out = _softcap_attention(q, k, v, mask, scaling, softcap)
+        outputs.append(out.transpose(1, 2)[group.query_mask])  # [rows, heads, d]
+    return torch.cat(outputs)[accord_layout.order][None].contiguous(), None
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """[T, heads, d] → [G, heads, L, d]: the rows of each member of a group."""
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
+
+
+def _plain_softcap(module, query, key, value, mask, scaling, softcap) -> Tensor:
+    repeat = query.shape[1] // key.shape[1]
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - query.shape[2])
+    return _softcap_attention(query, repeat_kv(key, repeat), repeat_kv(value, repeat), mask, scaling, softcap).transpose(1, 2)
+
+
+def _segment_mask(*args, **kwargs):
+    """In a pack the layout says who sees whom; elsewhere (plain `generate`) the ordinary mask."""
+    return None if _in_pack.get() else sdpa_mask(*args, **kwargs)
+
+
+AttentionInterface.register(ATTENTION_NAME, segment_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, _segment_mask)
+
+
+@contextmanager
+def packed_forward() -> Iterator[None]:
+    """Inside, no [T, T] mask is built."""
+    token = _in_pack.set(True)
+    try:
+        yield
+    finally:
+        _in_pack.reset(token)
