@@ -1,0 +1,67 @@
+"""What a run was made with: library versions, machine, git commits. Written into the head of RUN/config.yaml."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("accord", "torch", "transformers", "tokenizers", "peft", "safetensors", "datasets", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide the numbers, without importing them."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if name == "accord":
+                found[name] = "source"
+    return found
+
+
+def git_commits() -> dict[str, str]:
+    """`accord`: the commit of this package when it runs from a checkout; `project`: that of the current folder, if another.
+
+    A commit ends in "+changes" when tracked files differ from it. Empty without git.
+    """
+    package = Path(__file__).resolve().parent
+    commits = {}
+    tracked = _git(package, "ls-files", "--error-unmatch", Path(__file__).name)
+    own = _commit(package) if tracked else None  # site-packages inside somebody's repository is not a checkout of accord
+    here = _commit(Path.cwd())
+    if own:
+        commits["accord"] = own
+    if here and here != own:
+        commits["project"] = here
+    return commits
+
+
+def _commit(folder: Path) -> str | None:
+    head = _git(folder, "rev-parse", "HEAD")
+    if not head:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return head + ("+changes" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # reading must not take the user's index lock
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, env=environment)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def describe(stage: str, started: str) -> dict[str, Any]:
+    """Everything of this module in one dictionary, for the head of config.yaml."""
+    return {
+        "stage": stage,
+        "started": started,
+        "versions": versions(),
+        "git": git_commits(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }

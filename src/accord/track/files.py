@@ -1,0 +1,95 @@
+"""Writing a run's files so that a reader never sees half of one."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accord.errors import AccordError
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers of numpy and torch become Python's, what is not finite becomes None."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # a numpy or torch number or array
+        return plain(value.tolist())
+    return str(value)
+
+
+def json_line(value: Any) -> bytes:
+    """One line of UTF-8 JSON, always valid: no NaN, no Infinity, and lone surrogates are escaped."""
+    value = plain(value)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        return text.encode("utf-8") + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(value, ensure_ascii=True, allow_nan=False).encode("utf-8") + b"\n"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside, fsync, rename: `path` holds the old bytes or the new ones, never a part.
+
+    Raises AccordError with the file and the reason when the disk refuses (full, read-only).
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise AccordError(
+            f"{path}: cannot write it ({error.strerror or error}). Free some space or choose another run.dir."
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power cut, where the system can (a folder cannot be opened on Windows)."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file of a run; a missing file is empty, a torn last line (a killed writer) is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    with open(path, "rb") as file:
+        for line in file:
+            row = parse_line(line)
+            if row is not None:
+                rows.append(row)
+    return rows
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object on a whole line, or None for a torn or foreign one."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
