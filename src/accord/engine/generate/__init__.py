@@ -1,0 +1,6 @@
+"""Prompts in, answers out: `PlainGenerator` now, a lean decoder behind the same `Generator` interface later."""
+
+from accord.engine.generate.plain import PlainGenerator
+from accord.engine.generate.types import Generator, Rollout, SamplingParams
+
+__all__ = ["Generator", "PlainGenerator", "Rollout", "SamplingParams"]
