@@ -1,1 +1,40 @@
+"""The configuration: typed sections, loading and merging, messages. Free of torch, so that the command line answers at once."""
 
+from accord.config.loading import load_config, preset_names
+from accord.config.root import Config, build, dump_yaml
+from accord.config.sections import (
+    DPO,
+    KL,
+    PPO,
+    SFT,
+    STAGES,
+    Checkpoint,
+    Critic,
+    Data,
+    Eval,
+    Export,
+    FromScratch,
+    FunctionReward,
+    Generate,
+    Lora,
+    Model,
+    ModelReward,
+    Pipeline,
+    Reference,
+    Reward,
+    RewardModel,
+    RewardSource,
+    Run,
+    Section,
+    Source,
+    StageName,
+    Track,
+    Train,
+)
+from accord.errors import ConfigError
+
+__all__ = [
+    "DPO", "KL", "PPO", "SFT", "STAGES", "Checkpoint", "Config", "ConfigError", "Critic", "Data", "Eval", "Export", "FromScratch",
+    "FunctionReward", "Generate", "Lora", "Model", "ModelReward", "Pipeline", "Reference", "Reward", "RewardModel", "RewardSource",
+    "Run", "Section", "Source", "StageName", "Track", "Train", "build", "dump_yaml", "load_config", "preset_names",
+]  # fmt: skip

@@ -1,0 +1,154 @@
+"""Every key there is: its type in words, its default, its description (from the sections' JSON Schema)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from accord.config.messages import Path, dotted
+from accord.config.sections import STAGES
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """JSON Schema of a configuration file (for editors); every key is optional in a file that extends another."""
+    from accord.config.root import Config
+
+    result = Config.model_json_schema()
+    for section in result["$defs"].values():  # a list of sources may also be one path or one source (sections.as_sources)
+        for node in section.get("properties", {}).values():
+            if {"$ref": "#/$defs/Source"} in [branch.get("items") for branch in node.get("anyOf", [])]:
+                node["anyOf"] = [{"type": "string"}, {"$ref": "#/$defs/Source"}, *node["anyOf"]]
+    result["properties"]["extends"] = {
+        "anyOf": [{"type": "string"}, {"type": "null"}],
+        "default": None,
+        "description": "A preset's name or a file whose values this file overrides.",
+    }
+    return result
+
+
+def stage_names() -> tuple[str, ...]:
+    return STAGES
+
+
+def _resolve(node: dict[str, Any]) -> dict[str, Any]:
+    """The node with its reference followed; a sibling description wins."""
+    if "$ref" in node:
+        target = schema()["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+        return {**target, **{key: value for key, value in node.items() if key != "$ref"}}
+    return node
+
+
+def _branches(node: dict[str, Any]) -> list[dict[str, Any]]:
+    node = _resolve(node)
+    inner = node.get("anyOf") or node.get("oneOf")
+    return [leaf for branch in inner for leaf in _branches(branch)] if inner else [node]
+
+
+def node_at(path: Path) -> dict[str, Any] | None:
+    """The schema of a key, or None where there is no such key."""
+    if path[:1] == ("stages",) and len(path) > 2:
+        return node_at(path[2:])
+    node: dict[str, Any] | None = schema()
+    for part in path:
+        if node is None:
+            return None
+        found = None
+        for branch in _branches(node):
+            if branch.get("type") == "array" and str(part).isdigit():
+                items = branch.get("prefixItems") or []
+                found = branch.get("items") or (items[int(part)] if int(part) < len(items) else None)
+            else:
+                found = branch.get("properties", {}).get(part)
+            if found is not None:
+                break
+        node = found
+    return node
+
+
+def children(path: Path) -> list[str]:
+    """The keys of the section at `path`."""
+    node = node_at(path)
+    if node is None:
+        return []
+    names = [name for branch in _branches(node) for name in branch.get("properties", {})]
+    return list(dict.fromkeys(names))
+
+
+@cache
+def all_keys() -> tuple[str, ...]:
+    """Every dotted key, sections included."""
+    found: list[str] = []
+
+    def walk(path: Path) -> None:
+        for name in children(path):
+            found.append(dotted((*path, name)))
+            walk((*path, name))
+
+    walk(())
+    return tuple(found)
+
+
+def description(path: Path) -> str:
+    node = node_at(path)
+    return str(_resolve(node).get("description", "")) if node is not None else ""
+
+
+def options(path: Path) -> list[str]:
+    """The words a key may be, where it is one of a few."""
+    node = node_at(path)
+    if node is None:
+        return []
+    return [str(word) for branch in _branches(node) for word in ([branch["const"]] if "const" in branch else branch.get("enum", []))]
+
+
+def expected(path: Path) -> str:
+    """A key's type in words: "a number greater than 0 or null"."""
+    node = node_at(path)
+    return _words(node) if node is not None else ""
+
+
+def _words(node: dict[str, Any]) -> str:
+    words = [_one(branch) for branch in _branches(node)]
+    words = list(dict.fromkeys(words))
+    if "null" in words:
+        words = [word for word in words if word != "null"] + ["null"]
+    return " or ".join(words)
+
+
+def _one(node: dict[str, Any]) -> str:
+    if "const" in node:
+        return str(node["const"])
+    if "enum" in node:
+        return "one of " + ", ".join(str(word) for word in node["enum"])
+    kind = node.get("type")
+    if kind in ("number", "integer"):
+        noun = "a whole number" if kind == "integer" else "a number"
+        low, high = node.get("minimum"), node.get("maximum")
+        above, below = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
+        limits = [
+            text
+            for value, text in (
+                (above, f"greater than {above:g}" if above is not None else ""),
+                (low, f"of at least {low:g}" if low is not None else ""),
+                (below, f"less than {below:g}" if below is not None else ""),
+                (high, f"of at most {high:g}" if high is not None else ""),
+            )
+            if value is not None
+        ]
+        return " ".join([noun, " and ".join(limits)]).strip()
+    if kind == "string":
+        return "module:function" if "pattern" in node else "text"
+    if kind == "boolean":
+        return "true or false"
+    if kind == "null":
+        return "null"
+    if kind == "array":
+        inner = node.get("prefixItems")
+        if inner:
+            return f"a list of {len(inner)}, each {_words(inner[0])}"
+        return f"a list of {_words(node['items'])}" if "items" in node and _words(node["items"]) else "a list"
+    if kind == "object":
+        names = list(node.get("properties", {}))
+        return "a section {" + ", ".join(names) + "}" if names else "a mapping"
+    return ""

@@ -1,0 +1,205 @@
+"""Combinations that can't work, each refused by a function named as the rule, before anything is loaded.
+
+A rule yields a `Refusal` for each key it refuses. Rules about one stage look at `config.stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from accord.config.messages import Refusal
+
+if TYPE_CHECKING:
+    from accord.config.root import Config
+
+Rule = Callable[["Config"], Iterator[Refusal]]
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+def broken(config: Config) -> list[Refusal]:
+    """Every refusal of every rule."""
+    return [refusal for check in RULES for refusal in check(config)]
+
+
+@rule
+def a_model_is_loaded_or_new(config: Config) -> Iterator[Refusal]:
+    model = config.model
+    if model.path is not None and model.from_scratch is not None:
+        yield Refusal(("model", "from_scratch"), "a model is either loaded (model.path) or new (model.from_scratch). Set one of them to null.")
+    if model.from_scratch is not None and model.lora is not None:
+        yield Refusal(("model", "lora"), "adapters on random frozen weights learn nothing. Set model.lora=null or give model.path.")
+    if model.from_scratch is not None and model.revision is not None:
+        yield Refusal(("model", "revision"), "a new model has no revision. Remove it.")
+
+
+@rule
+def heads_divide_the_width(config: Config) -> Iterator[Refusal]:
+    new = config.model.from_scratch
+    if new is None:
+        return
+    if new.hidden_size % new.num_heads:
+        yield Refusal(("model", "from_scratch", "num_heads"), f"{new.num_heads} heads do not divide hidden_size {new.hidden_size}.")
+    if new.num_kv_heads is not None and new.num_heads % new.num_kv_heads:
+        yield Refusal(("model", "from_scratch", "num_kv_heads"), f"{new.num_kv_heads} key-value heads do not divide num_heads {new.num_heads}.")
+
+
+@rule
+def a_sequence_fits_a_pack(config: Config) -> Iterator[Refusal]:
+    length, budget = config.data.max_length, config.train.max_tokens
+    if length > budget:
+        yield Refusal(
+            ("train", "max_tokens"),
+            f"a pack of {budget:,} tokens can't hold a sequence of data.max_length {length:,}. "
+            f"Raise train.max_tokens to {length} or lower data.max_length to {budget}.",
+        )
+    elif config.stage == "ppo" and length + config.generate.max_new_tokens > budget:
+        needed = length + config.generate.max_new_tokens
+        yield Refusal(
+            ("train", "max_tokens"),
+            f"a prompt of data.max_length {length:,} and an answer of generate.max_new_tokens {config.generate.max_new_tokens:,} "
+            f"need {needed:,} tokens, a pack has {budget:,}. Raise train.max_tokens to {needed} or lower the other two.",
+        )
+
+
+@rule
+def the_shortest_answer_is_not_longer_than_the_longest(config: Config) -> Iterator[Refusal]:
+    generate = config.generate
+    if generate.min_new_tokens > generate.max_new_tokens:
+        yield Refusal(
+            ("generate", "min_new_tokens"), f"{generate.min_new_tokens} is more than generate.max_new_tokens {generate.max_new_tokens}."
+        )
+
+
+@rule
+def ppo_samples(config: Config) -> Iterator[Refusal]:
+    if config.stage == "ppo" and config.generate.temperature == 0:
+        yield Refusal(("generate", "temperature"), "PPO learns from samples; at temperature 0 there are none. Use 1.0.")
+
+
+@rule
+def kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[Refusal]:
+    kl = config.ppo.kl
+    if kl.place == "loss" and kl.estimator == "k1":
+        yield Refusal(
+            ("ppo", "kl", "estimator"),
+            "k1 in the loss has a gradient of zero in expectation. Use ppo.kl.estimator=k3 (or k2), or ppo.kl.place=reward.",
+        )
+
+
+@rule
+def an_adaptive_controller_needs_something_to_adapt(config: Config) -> Iterator[Refusal]:
+    kl = config.ppo.kl
+    if kl.controller == "adaptive" and kl.coef == 0:
+        yield Refusal(("ppo", "kl", "coef"), "the adaptive controller multiplies the coefficient and 0 stays 0. Start at 0.05, or use controller=fixed.")
+
+
+@rule
+def label_smoothing_is_for_the_sigmoid_loss(config: Config) -> Iterator[Refusal]:
+    if config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0:
+        yield Refusal(("dpo", "label_smoothing"), "the ipo loss has no label smoothing. Set it to 0, or use dpo.loss_type=sigmoid.")
+
+
+@rule
+def centring_is_for_pairs(config: Config) -> Iterator[Refusal]:
+    if config.reward.loss_type == "mse" and config.reward.center_coefficient > 0:
+        yield Refusal(("reward", "center_coefficient"), "centring acts on pairs, mse learns from single scores. Set it to 0.")
+
+
+@rule
+def a_mini_batch_is_not_empty(config: Config) -> Iterator[Refusal]:
+    responses = config.train.batch_size * config.ppo.samples_per_prompt
+    if config.stage in (None, "ppo") and config.ppo.mini_batches > responses:
+        yield Refusal(
+            ("ppo", "mini_batches"),
+            f"{responses} responses (train.batch_size × ppo.samples_per_prompt) can't be divided into {config.ppo.mini_batches} mini-batches.",
+        )
+
+
+@rule
+def ptx_needs_data_and_a_weight(config: Config) -> Iterator[Refusal]:
+    if config.ppo.ptx_coef > 0 and config.ppo.ptx_data is None:
+        yield Refusal(("ppo", "ptx_data"), "ppo.ptx_coef is set but there is no PTX data. Give ppo.ptx_data, or set ppo.ptx_coef=0.")
+    if config.ppo.ptx_data is not None and config.ppo.ptx_coef == 0:
+        yield Refusal(("ppo", "ptx_coef"), "ppo.ptx_data is given but weighs nothing. Set ppo.ptx_coef (InstructGPT: 27.8), or remove the data.")
+
+
+@rule
+def the_best_model_needs_its_metric(config: Config) -> Iterator[Refusal]:
+    metric = config.eval.best_metric
+    if metric is None:
+        return
+    prefix = metric.partition("/")[0]
+    known = ("sft", "reward", "dpo", "ppo")
+    if "/" not in metric or prefix not in known:
+        yield Refusal(("eval", "best_metric"), f"{metric!r} is no metric of a stage. Names look like dpo/reward_accuracy, sft/loss, ppo/score.")
+    elif config.stage is not None and prefix != config.stage:
+        yield Refusal(
+            ("eval", "best_metric"),
+            f"stage {config.stage} has no metric {metric}. In a pipeline set it for its stage: stages.{prefix}.eval.best_metric={metric}.",
+        )
+
+
+@rule
+def stages_run_in_an_order_that_hands_on(config: Config) -> Iterator[Refusal]:
+    stages = list(config.pipeline.stages)
+    if len(set(stages)) < len(stages):
+        yield Refusal(("pipeline", "stages"), f"a stage runs once; {stages} names one twice.")
+    order = {"sft": 0, "reward": 1, "dpo": 2, "ppo": 2}
+    ranks = [order[stage] for stage in stages]
+    if ranks != sorted(ranks):
+        yield Refusal(("pipeline", "stages"), "a later stage starts from an earlier one's model: the order is sft, reward, then dpo and ppo.")
+
+
+@rule
+def a_judge_needs_prompts(config: Config) -> Iterator[Refusal]:
+    pipeline = config.pipeline
+    if (pipeline.judge is None) != (pipeline.judge_prompts is None):
+        missing = "judge" if pipeline.judge is None else "judge_prompts"
+        yield Refusal(("pipeline", missing), "pipeline.judge and pipeline.judge_prompts go together. Give both or neither.")
+
+
+@rule
+def a_stage_does_not_move_the_run(config: Config) -> Iterator[Refusal]:
+    for stage, sections in config.stages.items():
+        for key in ("pipeline", "stages", "extends"):
+            if key in sections:
+                yield Refusal(("stages", stage, key), "this belongs to the whole run, not to one stage.")
+        run = sections.get("run")
+        for key in ("dir", "resume", "overwrite"):
+            if isinstance(run, dict) and key in run:
+                yield Refusal(("stages", stage, "run", key), "this belongs to the whole run, not to one stage.")
+
+
+def missing_for_stage(config: Config, *, first: bool = True, has_reward_model: bool = False) -> Iterator[Refusal]:
+    """What a stage can't start without, when it is started from the command line.
+
+    `first` is False for a stage of a pipeline that gets its model from an earlier one, `has_reward_model` True where an earlier
+    stage makes the reward model.
+    """
+    stage, model = config.stage, config.model
+    loads = config.reward_model.path if stage == "reward" else None
+    if first and model.path is None and model.from_scratch is None and loads is None:
+        yield Refusal(("model", "path"), "is needed: a model folder, a hub id, a run or a .gguf file. Or describe a new one in model.from_scratch.")
+    if config.data.train is None:
+        yield Refusal(("data", "train"), f"is needed: no source has rows for stage {stage}. Give a path, a hub id, or a list of sources.")
+    asks_model = any(source.type == "model" for source in config.ppo.rewards)
+    if stage == "ppo" and asks_model and config.reward_model.path is None and not has_reward_model:
+        yield Refusal(
+            ("reward_model", "path"),
+            "is needed: PPO asks it for scores. Train one with `accord reward`, or score with a function: "
+            "ppo.rewards=[{type: function, path: module:function}].",
+        )
+
+
+def missing_for_pipeline(config: Config) -> Iterator[Refusal]:
+    """What the stages of `accord run` can't start without, beside what they hand on to each other."""
+    stages = config.pipeline.stages
+    for stage in stages:
+        has_sft = "sft" in stages and stage != "sft"
+        yield from missing_for_stage(config.for_stage(stage), first=not has_sft, has_reward_model="reward" in stages)
