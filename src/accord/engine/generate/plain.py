@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from accord.engine.generate.cache import join, prefill_cache, select, supports_slots
+from accord.engine.generate.cache import SlotCache, empty_slots, join, supports_slots
 from accord.engine.generate.sampling import choose, row_seeds, uniforms
 from accord.engine.generate.types import OnToken, Rollout, SamplingParams
 from accord.errors import ConfigError, DataError
@@ -40,7 +40,7 @@ class PlainGenerator:
         self.module = module
         self.tokenizer = tokenizer
         self.max_batch = max_batch
-        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
         self._config = base.config.get_text_config()
         accepted = inspect.signature(base.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -131,19 +131,18 @@ class PlainGenerator:
         different: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
             different.setdefault(tuple(prompt), []).append(row)
-        layers = len(DynamicCache(config=self._config).layers)
         parts, logits = [], None
         for chunk in _chunks(list(different), _PREFILL_TOKENS):
             ids, mask = _left_pad(chunk, device)
             padded = None if bool(mask.all()) else mask
-            cache = prefill_cache(layers)
-            last = self.forward(ids, _positions(mask), padded, cache)
+            part = empty_slots(self._config)
+            last = self.forward(ids, _positions(mask), padded, part)
             source = torch.tensor([i for i, prompt in enumerate(chunk) for _ in different[prompt]], device=device)
             destination = torch.tensor([row for prompt in chunk for row in different[prompt]], device=device)
             if logits is None:
                 logits = last.new_empty(len(prompts), last.shape[-1])
             logits[destination] = last[source]
-            parts.append((cache, source, destination))
+            parts.append((part, source, destination))
         assert logits is not None
         return join(parts, len(prompts), max(map(len, prompts)), _GROWTH), logits
 
@@ -212,8 +211,8 @@ class _Batch:
             if alive <= 0.875 * len(live.rows):
                 keep = (~live.ended).nonzero().squeeze(-1)
                 live, token = self._keep(live, cache, keep, remaining=steps - step - 1), token[keep]
-            elif self.generator._slots and cache.layers[0].length == cache.layers[0].key_store.shape[2]:
-                select(cache, None, 0, _room(cache.layers[0].length, steps - step - 1))
+            elif isinstance(cache, SlotCache) and cache.full:
+                cache.select(None, 0, _room(cache.length, steps - step - 1))
             column = cache.get_seq_length() + 1
             mask = None if live.mask is None else live.mask[:, :column]
             logits = self.generator.forward(token[:, None], (live.lengths + step)[:, None], mask, cache)
@@ -247,11 +246,11 @@ class _Batch:
     def _keep(self, live: _Live, cache: Cache, keep: Tensor, remaining: int) -> _Live:
         """Goes on with the rows `keep` only, and forgets columns that are padding in all of them."""
         trim = 0
-        if self.generator._slots:
+        if isinstance(cache, SlotCache):
             trim = int(live.padding[keep].min())
-            select(cache, keep, trim, _room(cache.layers[0].length - trim, remaining))
+            cache.select(keep, trim, _room(cache.length - trim, remaining))
         else:
-            cache.reorder_cache(keep)
+            cache.reorder_cache(keep)  # type: ignore[arg-type]
         padding = live.padding[keep] - trim
         mask = None if live.mask is None or not bool(padding.any()) else live.mask[keep, trim:]
         return _Live(
