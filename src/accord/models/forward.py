@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from accord.data.packing import Pack, make_pack
 from accord.data.trees import branching, single
+from accord.models import heads
 from accord.models.logprobs import TokenLogprobs, chunked_logprobs, logprobs_from_logits
 from accord.models.packed import ATTENTION_NAME, SegmentLayout, packed_forward
 
@@ -25,7 +26,7 @@ class PackedModel:
 
     def __init__(self, module: nn.Module, *, precision: str = "float32") -> None:
         self.module = module
-        self.inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+        self.inner = heads.unwrap(module)
         self.device = next(module.parameters()).device
         self.compute_dtype = torch.bfloat16 if precision == "bf16" else None
         self.packed = enable_segments(self.inner)
@@ -83,10 +84,8 @@ class PackedModel:
         return self._scalar(hidden.index_select(0, ends))
 
     def _scalar(self, hidden: Tensor) -> Tensor:
-        head = scalar_head(self.inner)
         with torch.autocast(self.device.type, enabled=False):
-            bias = head.bias.float() if head.bias is not None else None
-            return nn.functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
+            return heads.scores(self.inner, hidden)
 
 
 class FrozenModel(PackedModel):
@@ -103,20 +102,6 @@ class FrozenModel(PackedModel):
     @torch.no_grad()
     def token_logprobs(self, pack: Pack, **options) -> TokenLogprobs:
         return super().token_logprobs(pack, **options)
-
-
-def scalar_head(module: nn.Module) -> nn.Linear:
-    """The one-output head of a sequence-classification model (through peft's copy of it, if there is one)."""
-    head = getattr(module, "score", None) or getattr(module, "classifier", None)
-    if hasattr(head, "modules_to_save"):
-        head = head.modules_to_save[head.active_adapter if isinstance(head.active_adapter, str) else head.active_adapter[0]]  # type: ignore[union-attr]
-    if not isinstance(head, nn.Linear) or head.out_features != 1:
-        raise TypeError(f"{type(module).__name__} has no linear scalar head")
-    return head
-
-
-def _trunk(module: nn.Module) -> nn.Module:
-    return module.base_model  # type: ignore[return-value]
 
 
 def _packed_inputs(module: nn.Module, pack: Pack, embedding_noise: float | None) -> dict:
@@ -148,7 +133,7 @@ def _lengths(pack: Pack) -> list[int]:
 
 def _packed_hidden(module: nn.Module, pack: Pack, embedding_noise: float | None = None) -> Tensor:
     with packed_forward():
-        return _trunk(module)(**_packed_inputs(module, pack, embedding_noise)).last_hidden_state[0]
+        return heads.backbone(module)(**_packed_inputs(module, pack, embedding_noise)).last_hidden_state[0]
 
 
 def _padded_batch(pack: Pack) -> tuple[Tensor, Tensor]:
@@ -165,7 +150,7 @@ def _padded_batch(pack: Pack) -> tuple[Tensor, Tensor]:
 
 def _padded_hidden(module: nn.Module, pack: Pack) -> Tensor:
     ids, mask = _padded_batch(pack)
-    return _trunk(module)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    return heads.backbone(module)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
 
 def _logits(module: nn.Module, pack: Pack, packed: bool, embedding_noise: float | None = None) -> Tensor:
@@ -261,7 +246,7 @@ def _head_is_linear(module: nn.Module) -> bool:
     ids = torch.arange(min(8, head.out_features), device=head.weight.device)[None]
     was_training = module.training
     module.eval()
-    hidden = _trunk(module)(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = heads.backbone(module)(input_ids=ids, use_cache=False).last_hidden_state
     # Large hidden states would show a soft-cap that small ones hide: compare through the model's own forward and by its config.
     logits = module(input_ids=ids, use_cache=False).logits
     module.train(was_training)

@@ -1,0 +1,74 @@
+"""`accord run` and the four stages alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accord.config import Config
+
+
+def run_stage(stage: str, config: Config) -> None:
+    """Train one stage and say where its model is."""
+    _quiet()
+    from accord.pipeline import train_stage
+
+    config = config.for_stage(stage)
+    summary = train_stage(stage, config)
+    _print_numbers(stage, summary)
+    print(f"model: {Path(config.run.dir) / 'model'}   report: accord report {config.run.dir}")
+
+
+def run_pipeline(config: Config) -> None:
+    """Train the stages one after the other, print the judge's table if there is a judge, and say how to go on."""
+    _quiet()
+    from accord import pipeline
+
+    result = pipeline.run_pipeline(config)
+    for stage, summary in result.summaries.items():
+        _print_numbers(stage, summary)
+    if result.judged:
+        _print_judged(result.judged)
+    last = next((stage for stage in ("ppo", "dpo", "sft") if stage in result.summaries), None)
+    from accord.commands.report import report
+
+    report(str(result.folder))
+    if last:
+        print(f"chat:   accord chat {result.folder / last}")
+    print(f"again:  accord report {result.folder}")
+
+
+def _quiet() -> None:
+    """Only warnings of our own: libraries' progress bars and advice would bury them."""
+    import logging
+    import os
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _print_numbers(stage: str, summary: dict[str, Any]) -> None:
+    before, final = summary.get("before") or {}, summary.get("final") or {}
+    for name, value in final.items():
+        if name.endswith(("/min", "/max")) or not isinstance(value, int | float):
+            continue
+        start = before.get(name)
+        print(f"{stage:>7}  {name:<28} {'' if start is None else f'{start:10.4f} → '}{value:.4f}")
+
+
+def _print_judged(judged: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    languages = sorted({language for row in judged for language in row.by_language})
+    table = Table(title="Judged score on held-out requests (0 to 1)")
+    for column in ("model", "score", *languages, f"KL from {judged[0].name}", "length (tokens)"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in judged:
+        table.add_row(row.name, f"{row.score:.3f}", *(f"{row.by_language.get(n, float('nan')):.3f}" for n in languages), f"{row.kl:.2f}", f"{row.length:.1f}")
+    Console().print(table)

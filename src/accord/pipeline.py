@@ -1,0 +1,125 @@
+"""The stages of one run, each with what the one before it left (ARCHITECTURE §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accord.errors import ConfigError
+from accord.track.run import open_run, read_summary
+
+if TYPE_CHECKING:
+    from accord.config import Config
+
+Say = Callable[[str], None]
+
+
+def train_stage(stage: str, config: Config, say: Say = print) -> dict[str, Any]:
+    """Run one stage in `config.run.dir`, or go on with it; a finished one is left as it is. Returns its summary."""
+    config = config.for_stage(stage)
+    run = open_run(config, stage, Path(config.run.dir))
+    if run.state == "finished":
+        say(f"{stage}: finished already in {run.folder} (run.overwrite=true does it again)")
+        return run.summary() or {}
+    with run, _trainer(stage)(config) as trainer:
+        for line in trainer.examples.report.summary().splitlines():
+            say(line)
+        return trainer.train(run)
+
+
+def _trainer(stage: str) -> Any:
+    if stage == "sft":
+        from accord.trainers.sft import SFTTrainer
+
+        return SFTTrainer
+    if stage == "reward":
+        from accord.trainers.reward import RewardTrainer
+
+        return RewardTrainer
+    if stage == "dpo":
+        from accord.trainers.preference import DPOTrainer
+
+        return DPOTrainer
+    from accord.trainers.ppo import PPOTrainer
+
+    return PPOTrainer
+
+
+@dataclass
+class PipelineResult:
+    """What `run_pipeline` leaves behind."""
+
+    folder: Path
+    summaries: dict[str, dict[str, Any]]
+    judged: list[Any] = field(default_factory=list)  # judging.Judged, in the order of the stages
+
+
+def run_pipeline(config: Config, say: Say = print) -> PipelineResult:
+    """The stages of `pipeline.stages`, one after the other, in RUN/<stage>; finished ones are not done again.
+
+    The reward model and DPO start from the SFT model, PPO's actor and reference are the SFT model, its scores come from the reward
+    model and its critic starts there. A stage that was finished earlier in the same RUN hands on its output though it is not listed.
+    All stages' configurations are checked before the first one starts.
+    """
+    folder = Path(config.run.dir)
+    stages = list(config.pipeline.stages)
+    for stage in stages:
+        _check(stage, stage_config(config, stage, folder, planned=stages))
+    run = open_run(config, "pipeline", folder)
+    with run:
+        run.begin()
+        summaries = {}
+        for stage in stages:
+            say(f"\n── {stage} " + "─" * 60)
+            summaries[stage] = train_stage(stage, stage_config(config, stage, folder), say)
+        result = PipelineResult(folder, {**_earlier(folder, stages), **summaries})
+        summary: dict[str, Any] = {"stages": result.summaries}
+        if config.pipeline.judge:
+            from accord.judging import judge_models
+
+            models = {stage: folder / stage / "model" for stage in ("sft", "dpo", "ppo") if stage in result.summaries}
+            if models:
+                say("\n── judge " + "─" * 60)
+                result.judged = judge_models(config, models)
+                summary["judge"] = {judged.name: judged.score for judged in result.judged}
+                summary["judge_details"] = {judged.name: judged.as_dict() for judged in result.judged}
+        run.finish(summary)
+    return result
+
+
+def stage_config(config: Config, stage: str, folder: Path, planned: list[str] | None = None) -> Config:
+    """The configuration of one stage of a pipeline: its own folder, and its models where earlier stages have left them.
+
+    With `planned`, stages that are still to run count as finished.
+    """
+
+    def left_by(earlier: str) -> str | None:
+        finished = read_summary(folder / earlier) is not None or (planned is not None and earlier in planned)
+        return str(folder / earlier / "model") if finished else None
+
+    changes: dict[str, Any] = {"run": {"dir": str(folder / stage)}}
+    policy = left_by("sft") if stage != "sft" else None
+    if policy:
+        changes["model"] = {"path": policy, "from_scratch": None}
+    if stage == "ppo" and (reward := left_by("reward")):
+        changes["reward_model"] = {"path": reward}
+    return config.updated(changes).for_stage(stage)
+
+
+def _check(stage: str, config: Config) -> None:
+    """What can be refused before the first stage spends an hour."""
+    if config.data.train is None:
+        raise ConfigError(f"data.train: stage {stage} has no data. Name a file, a folder or a hub id, or tie a source to it with stages: [{stage}].")
+    if stage == "ppo" and config.reward_model.path is None and any(source.type == "model" for source in config.ppo.rewards):
+        raise ConfigError("reward_model.path: stage ppo asks a reward model for scores, but none is named and none is trained. Add reward to pipeline.stages or set reward_model.path.")
+
+
+def _earlier(folder: Path, stages: list[str]) -> dict[str, dict[str, Any]]:
+    """Summaries of stages that an earlier call finished in the same folder."""
+    found = {}
+    for stage in ("sft", "reward", "dpo", "ppo"):
+        if stage not in stages and (summary := read_summary(folder / stage)) is not None:
+            found[stage] = summary
+    return found

@@ -1,0 +1,272 @@
+"""The one training loop: steps, evaluation, checkpoints, best model, signals. Trainers say what a step is."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accord.engine.checkpoint import latest_checkpoint, save_checkpoint
+from accord.errors import ConfigError, Interrupted, NonFiniteError
+from accord.track.files import plain, write_atomically
+from accord.track.tracker import Tracker
+
+if TYPE_CHECKING:
+    from accord.config import Config
+    from accord.track.run import RunFolder
+
+# Where a larger number is better; of everything else (losses, perplexity, kl) a smaller one is.
+LARGER_IS_BETTER = ("accuracy", "score", "margin", "win_rate")
+
+
+class Trainer(Protocol):
+    """What the loop needs of a stage."""
+
+    stage: str
+    config: Config
+    headline: tuple[str, ...]  # the four numbers that the progress bar shows
+    best_metric: str | None  # by which RUN/best is chosen unless eval.best_metric names another
+    total_steps: int
+    samples: list[dict[str, Any]]  # what the last step or evaluation has to show
+
+    def step(self, step: int) -> dict[str, float]:
+        """One optimizer step, 1-based (PPO: one experience and its updates): metric names → numbers."""
+        ...
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The held-out numbers; {} when there is nothing held out."""
+        ...
+
+    def epoch(self, step: int) -> float:
+        """Passes over the data done after `step` steps."""
+        ...
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Everything that resuming needs: tensors by file, and JSON."""
+        ...
+
+    def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None: ...
+
+    def save(self, folder: Path) -> None:
+        """A loadable model as it is now, LoRA merged."""
+        ...
+
+    def export(self, run: Path) -> None:
+        """What a finished run leaves: run/model, and run/adapter and run/ema where there are any."""
+        ...
+
+
+def seed_everything(seed: int, stage: str, step: int) -> None:
+    """Make torch, numpy and random pure functions of (seed, stage, step), so that a resume needs no generator's state."""
+    word = np.random.SeedSequence([seed, *stage.encode(), step]).generate_state(2)
+    torch.manual_seed(int(word[0]))
+    np.random.seed(int(word[1]))
+    random.seed(int(word[0]) << 32 | int(word[1]))
+
+
+def run_loop(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
+    """Train from where `run` stands to the end, and return the summary that was written.
+
+    A run that was cut off goes on from its last whole checkpoint, bit for bit as if it had not been (ARCHITECTURE §6).
+    Raises Interrupted after a checkpoint on SIGINT or SIGTERM, NonFiniteError as ALGORITHMS §0.7 says.
+    """
+    config = trainer.config
+    run.begin()
+    start, notes = 0, _Notes()
+    if run.state == "resumable" and (checkpoint := latest_checkpoint(run.checkpoints)) is not None:
+        state = checkpoint.state
+        trainer.load_state({name: checkpoint.tensors(name) for name in state["files"]}, state["trainer"])
+        start, notes = checkpoint.step, _Notes(**state["notes"])
+    with Tracker(run, config.track, trainer.stage, trainer.total_steps, trainer.headline, start) as tracker, _Signals() as signals:
+        for warning in run.warnings:
+            tracker.note(warning)
+        if start:
+            tracker.note(f"going on from step {start} of {trainer.total_steps}")
+        triggers = _Triggers(trainer)
+        if start == 0 and config.eval.at_start:
+            _evaluate(trainer, run, tracker, notes, 0)
+        for step in range(start + 1, trainer.total_steps + 1):
+            seed_everything(config.run.seed, trainer.stage, step)
+            began = time.perf_counter()
+            try:
+                metrics = trainer.step(step)
+            except NonFiniteError as error:
+                raise _explain_nonfinite(error, run, trainer.stage, step) from error
+            seconds = time.perf_counter() - began
+            metrics.setdefault("time/step", seconds)
+            if "train/tokens" in metrics:
+                metrics.setdefault("train/tokens_per_s", metrics["train/tokens"] / seconds)
+            metrics["memory/peak_gib"] = peak_memory_gib()
+            tracker.log(metrics, split="train", step=step, epoch=trainer.epoch(step))
+            if trainer.samples and (step == 1 or step % config.track.samples_every == 0 or step == trainer.total_steps):
+                tracker.log_samples(step, trainer.samples)
+            last = step == trainer.total_steps
+            if triggers.evaluation(step) or last:
+                _evaluate(trainer, run, tracker, notes, step)
+            if triggers.export(step):
+                trainer.save(run.exports / f"step-{step}")
+            if not last and (triggers.checkpoint(step) or signals.received):
+                _save(trainer, run, tracker, notes, step)
+            if signals.received and not last:
+                raise Interrupted(f"stopped by {signals.name} after step {step} of {trainer.total_steps}. Start the same command again to go on.")
+        summary = _summary(trainer, tracker, notes)
+    trainer.export(run.folder)
+    run.finish(summary)
+    return summary
+
+
+class _Notes:
+    """What the loop itself must not forget over a resume."""
+
+    def __init__(self, best: float | None = None, best_step: int | None = None, final: dict[str, float] | None = None, first: dict[str, float] | None = None) -> None:
+        self.best, self.best_step = best, best_step
+        self.first = first or {}  # evaluation before training
+        self.final = final or {}  # the newest evaluation
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_step": self.best_step, "first": self.first, "final": self.final}
+
+
+def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, step: int) -> None:
+    seed_everything(trainer.config.run.seed, trainer.stage + "/eval", step)
+    metrics = trainer.evaluate(step)
+    if not metrics:
+        return
+    tracker.log(metrics, split="eval", step=step, epoch=trainer.epoch(step))
+    if trainer.samples:
+        tracker.log_samples(step, trainer.samples)
+        trainer.samples = []
+    notes.final = plain(metrics)
+    if step == 0:
+        notes.first = plain(metrics)
+    name = trainer.config.eval.best_metric or trainer.best_metric
+    if name is None or step == 0:
+        return
+    if name not in metrics:
+        raise ConfigError(f"eval.best_metric: {name} is not measured at evaluation. There is: {', '.join(sorted(metrics))}.")
+    value = metrics[name]
+    better = notes.best is None or (value > notes.best if any(w in name for w in LARGER_IS_BETTER) else value < notes.best)
+    if math.isfinite(value) and better:
+        notes.best, notes.best_step = float(value), step
+        trainer.save(run.best)
+
+
+def _save(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, step: int) -> None:
+    tracker.sync()
+    tensors, state = trainer.state()
+    save_checkpoint(
+        run.checkpoints,
+        step,
+        tensors,
+        {"files": sorted(tensors), "trainer": state, "notes": notes.as_dict()},
+        keep_last=trainer.config.checkpoint.keep_last,
+    )
+    tracker.pause()
+
+
+def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes) -> dict[str, Any]:
+    name = trainer.config.eval.best_metric or trainer.best_metric
+    summary: dict[str, Any] = {"stage": trainer.stage, "steps": trainer.total_steps, "wall_s": round(tracker.wall_s, 1), "final": notes.final, "before": notes.first}
+    if notes.best is not None:
+        summary["best"] = {"metric": name, "value": notes.best, "step": notes.best_step}
+    summary["peak_memory_gib"] = round(peak_memory_gib(), 3)
+    return summary
+
+
+def _explain_nonfinite(error: NonFiniteError, run: RunFolder, stage: str, step: int) -> NonFiniteError:
+    path = run.folder / f"nonfinite-step-{step}.json"
+    write_atomically(path, json.dumps({"stage": stage, "step": step, "batch": getattr(error, "batch", [])}).encode())
+    return NonFiniteError(
+        f"{stage} step {step}: {error}. The batch is in {path}. Lower train.lr, look at the rows of this batch, "
+        "or set train.on_nonfinite=skip to leave such steps out."
+    )
+
+
+class _Triggers:
+    """When to evaluate, export and save: by steps, epochs or seconds, whichever are set."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._since = {"eval": time.monotonic(), "checkpoint": time.monotonic()}
+
+    def _epochs(self, step: int, every: float | None) -> bool:
+        """True on the step that completes another `every` epochs."""
+        if not every:
+            return False
+        return math.floor(self.trainer.epoch(step) / every + 1e-9) > math.floor(self.trainer.epoch(step - 1) / every + 1e-9)
+
+    def _seconds(self, name: str, every: float | None) -> bool:
+        if not every or time.monotonic() - self._since[name] < every:
+            return False
+        self._since[name] = time.monotonic()
+        return True
+
+    def evaluation(self, step: int) -> bool:
+        e = self.trainer.config.eval
+        return bool(e.every_steps and step % e.every_steps == 0) or self._epochs(step, e.every_epochs) or self._seconds("eval", e.every_seconds)
+
+    def export(self, step: int) -> bool:
+        e = self.trainer.config.export
+        return bool(e.every_steps and step % e.every_steps == 0) or self._epochs(step, e.every_epochs)
+
+    def checkpoint(self, step: int) -> bool:
+        c = self.trainer.config.checkpoint
+        return bool(c.every_steps and step % c.every_steps == 0) or self._epochs(step, c.every_epochs) or self._seconds("checkpoint", c.every_seconds)
+
+
+class _Signals:
+    """The first SIGINT or SIGTERM lets the step finish; a second one ends the program at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.received).name if self.received else ""
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.received:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.received = number
+
+    def __enter__(self) -> _Signals:
+        with _main_thread_only():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _main_thread_only() -> Iterator[None]:
+    """Python allows signal handlers in the main thread alone; in another, signals stay with whoever owns it."""
+    try:
+        yield
+    except ValueError:
+        pass
+
+
+def peak_memory_gib() -> float:
+    """The most memory this process has held: on the GPU where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
