@@ -122,3 +122,15 @@ def test_functions_that_cannot_be_called_are_refused_before_the_run():
         FunctionReward(eval("lambda response, /: 1.0"))
     with pytest.raises(ConfigError, match="takes none"):
         FunctionReward(lambda: 1.0)
+
+
+def test_a_fallback_is_used_counted_and_told_once(caplog):
+    def sometimes(response):
+        if response == "bad":
+            raise ValueError("no")
+        return float("nan") if response == "worse" else 1.0
+
+    reward = FunctionReward(sometimes, fallback=-1.0)
+    assert reward.score([sample("good"), sample("bad"), sample("worse")]) == [1.0, -1.0, -1.0]
+    assert reward.failures == 2
+    assert len(caplog.records) == 1 and "prompts.jsonl:7" in caplog.text

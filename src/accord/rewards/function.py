@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
+import math
 import numbers
 import os
 import sys
@@ -19,6 +21,8 @@ from typing import Any
 
 from accord.errors import AccordError, ConfigError
 from accord.rewards.base import Sample
+
+log = logging.getLogger(__name__)
 
 ARGUMENTS = ("prompt", "response", "reference", "meta", "messages", "truncated")
 
@@ -64,11 +68,18 @@ def load_function(path: str, key: str = "ppo.rewards") -> Callable[..., Any]:
 class FunctionReward:
     """Scores by calling a Python function once a sample.
 
-    Raises ConfigError at construction when the function cannot be called with what a sample has.
+    A call that raises, or gives no finite number, raises AccordError naming the sample; with a `fallback` it scores that instead,
+    is counted in `failures`, and the first one is told. Raises ConfigError at construction when the function cannot be called with
+    what a sample has.
     """
 
     def __init__(
-        self, function: Callable[..., Any] | str, weight: float = 1.0, name: str | None = None, key: str = "ppo.rewards"
+        self,
+        function: Callable[..., Any] | str,
+        weight: float = 1.0,
+        name: str | None = None,
+        key: str = "ppo.rewards",
+        fallback: float | None = None,
     ) -> None:
         if isinstance(function, str):
             self.path = function
@@ -77,12 +88,24 @@ class FunctionReward:
             self.path = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
         if inspect.iscoroutinefunction(function):
             raise ConfigError(f"{key}: {self.path} is asynchronous; expected an ordinary function.")
-        self.function, self.weight = function, weight
+        self.function, self.weight, self.fallback = function, weight, fallback
+        self.failures = 0
         self.name = name or getattr(function, "__name__", "function")
         self.arguments = _arguments(function, self.path, key)
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
-        return [self._score_one(sample) for sample in samples]
+        return [self._score_or_fall_back(sample) for sample in samples]
+
+    def _score_or_fall_back(self, sample: Sample) -> float:
+        try:
+            return self._score_one(sample)
+        except AccordError as error:
+            if self.fallback is None:
+                raise
+            self.failures += 1
+            if self.failures == 1:
+                log.warning("%s It counts as the fallback, %s; further failures are only counted.", error, self.fallback)
+            return self.fallback
 
     def _score_one(self, sample: Sample) -> float:
         values = {
@@ -106,6 +129,8 @@ class FunctionReward:
             raise AccordError(
                 f"reward {self.path} gave {_short(score)} ({type(score).__name__}) for the sample {sample.name}; expected a number."
             )
+        if not math.isfinite(score):
+            raise AccordError(f"reward {self.path} gave {float(score)} for the sample {sample.name}; expected a finite number.")
         return float(score)
 
 
