@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from accord.config.messages import Locations, Path, Refusal, nearest, refuse
+from accord.config.messages import Path, Refusal, nearest
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 
 
-def interpolate(values: Any, locations: Locations) -> Any:
-    """All interpolations in `values` resolved; a whole value keeps its type. Raises ConfigError for a name that is not there."""
+def interpolate(values: Any) -> tuple[Any, list[Refusal]]:
+    """All interpolations in `values` resolved (a whole value keeps its type), and a refusal for each name that is not there."""
     if not isinstance(values, dict) or not _any_reference(values):
-        return values
+        return values, []
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -37,8 +37,7 @@ def interpolate(values: Any, locations: Locations) -> Any:
 
     # `stages` are overrides that are merged before they are resolved (Config.for_stage): as text they stay
     result = {key: value if key == "stages" else resolved(value, (key,)) for key, value in values.items()}
-    refuse(refusals, locations)
-    return result
+    return result, refusals
 
 
 def _with_known_keys(values: dict[str, Any]) -> dict[str, Any]:
@@ -70,5 +69,7 @@ def _why(value: str, error: Exception) -> str:
         close = nearest(name, all_keys())
         if name not in all_keys():
             return f"{value}: there is no key {name}." + (f" Did you mean ${{{close}}}?" if close else "")
-    first = str(error).strip().splitlines()[0]
-    return f"{value} can't be resolved: {first}. Write $$ for a plain dollar sign." if not first.endswith(".") else f"{value}: {first}"
+    first = str(error).strip().splitlines()[0].rstrip(".")
+    if "Recursive" in first:
+        return f"{value} refers to itself."
+    return f"{value} can't be resolved: {first}. For a plain dollar sign before a brace write \\${{."

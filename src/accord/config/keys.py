@@ -152,3 +152,34 @@ def _one(node: dict[str, Any]) -> str:
         names = list(node.get("properties", {}))
         return "a section {" + ", ".join(names) + "}" if names else "a mapping"
     return ""
+
+
+def default_text(path: Path) -> str:
+    """The default as it would be written in YAML, or "" for a key that must be given."""
+    import json
+
+    node = node_at(path)
+    node = _resolve(node) if node is not None else {}
+    return json.dumps(node["default"], ensure_ascii=False) if "default" in node else ""
+
+
+def explanation(path: Path) -> list[str]:
+    """Lines that explain a key, or a section with its keys."""
+    names = children(path)
+    if not path:
+        width = max(map(len, names))
+        return [f"{name:<{width}}  {description((name,))}" for name in names] + ["", "accord config explain SECTION lists its keys."]
+    lines = [f"{dotted(path)}: {description(path)}"]
+    if not names:
+        default = default_text(path)
+        return [*lines, f"  type     {expected(path)}", f"  default  {default}" if default else "  must be given"]
+    width = max(map(len, names))
+    for name in names:
+        inner = (*path, name)
+        default = default_text(inner)
+        if children(inner) and default not in ("null", ""):
+            default = "{…}"
+        told = f"default {default}" if default else "must be given"
+        lines.append(f"  {name:<{width}}  {description(inner)}")
+        lines.append(f"  {'':<{width}}  {expected(inner)}; {told}")
+    return lines

@@ -45,7 +45,7 @@ def load_config(
     if stage is None:
         return whole
     chosen = whole.for_stage(stage)
-    refuse(rules.missing_for_stage(chosen), chosen._locations)
+    refuse(rules.missing_for_stage(chosen), locations)
     return chosen
 
 

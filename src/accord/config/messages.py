@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -66,19 +66,26 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def refuse(refusals: Iterable[Refusal], locations: Locations) -> None:
-    """Raise ConfigError with one line for each refusal, if there is any."""
+    """Raise ConfigError with one line for each refusal, if there is any.
+
+    A refusal of a section is left out where something inside it is refused: the inner one says what to do.
+    """
+    found = list(refusals)
+    paths = {refusal.path for refusal in found}
     lines = []
-    for refusal in refusals:
+    for refusal in found:
+        depth = len(refusal.path)
+        if any(len(path) > depth and path[:depth] == refusal.path for path in paths):
+            continue
         place = place_of(refusal.path, locations)
         lines.append((f"{place}  " if place else "") + f"{dotted(refusal.path)}: {refusal.why}")
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-def refuse_validation(error: ValidationError, values: Any, locations: Locations) -> NoReturn:
-    """Raise ConfigError for what pydantic refused."""
-    refuse([_refusal(item, values) for item in error.errors(include_url=False)], locations)
-    raise ConfigError(str(error))  # pydantic raised without naming an error
+def validation_refusals(error: ValidationError, values: Any) -> list[Refusal]:
+    """What pydantic refused, in our words."""
+    return [_refusal(item, values) for item in error.errors(include_url=False)]
 
 
 def _refusal(item: Any, values: Any) -> Refusal:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any, cast, get_args
 
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, ValidatorFunctionWrapHandler, model_validator
 
 from accord.config.interpolate import interpolate
-from accord.config.messages import Locations, refuse, refuse_validation
+from accord.config.messages import Locations, Path, Refusal, refuse, validation_refusals
 from accord.config.sections import (
     DPO,
     PPO,
@@ -38,6 +39,33 @@ from accord.config.sections import (
 
 DEFAULT_LR: dict[str, float] = {"sft": 1.0e-5, "reward": 5.0e-6, "dpo": 1.0e-6, "ppo": 1.0e-6}
 LORA_LR_FACTOR = 10.0
+
+
+@dataclass
+class Origin:
+    """Where a configuration came from: what its refusals are named after."""
+
+    name: str
+    stage: str | None
+    locations: Locations
+    override: dict[str, Any] = field(default_factory=dict)  # the part of `stages` that was merged in
+    derived: set[Path] = field(default_factory=set)  # keys that only repeat another key's value
+
+    def refuse(self, refusals: Iterable[Refusal]) -> None:
+        """Raise ConfigError where there is a refusal; one of a derived key is left out where another says the same."""
+        found = list(refusals)
+        first_hand = [refusal for refusal in found if refusal.path not in self.derived]
+        refuse([Refusal(self.written(r.path), r.why) for r in first_hand or found], self.locations)
+
+    def written(self, path: Path) -> Path:
+        """The key as it was written: below `stages.<stage>` where the override has it."""
+        inside: Any = self.override
+        for depth, part in enumerate(path):
+            if not isinstance(inside, dict) or part not in inside:
+                # a key that is missing in a section of the override belongs to that section
+                return ("stages", self.stage, *path) if self.stage and depth > 1 and isinstance(inside, dict) else path
+            inside = inside[part]
+        return ("stages", self.stage, *path) if self.stage else path
 
 
 class Config(Section):
@@ -69,9 +97,7 @@ class Config(Section):
     track: Track = Field(default=Track(), description="What is recorded beside metrics.jsonl.")
 
     _raw: dict[str, Any] = PrivateAttr(default_factory=dict)  # as given: interpolations and null learning rates still in place
-    _name: str = PrivateAttr(default="accord")
-    _stage: str | None = PrivateAttr(default=None)
-    _locations: Locations = PrivateAttr(default_factory=dict)
+    _origin: Origin = PrivateAttr(default_factory=lambda: Origin("accord", None, {}))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -79,51 +105,52 @@ class Config(Section):
         if isinstance(given, Config):
             return given
         context: Mapping[str, Any] = info.context or {}
-        name: str = context.get("name", "accord")
         stage: str | None = context.get("stage")
-        locations: Locations = context.get("locations", {})
+        origin = Origin(context.get("name", "accord"), stage, context.get("locations", {}))
         raw = _fill_sections(plain(given))
         if stage is not None:
-            raw, locations = apply_stage(raw, stage, locations)
-        resolved = with_defaults(raw, name)
-        resolved = interpolate(resolved, locations)
+            raw, origin.override = apply_stage(raw, stage)
+        filled, origin.derived = with_defaults(raw, origin.name)
+        resolved, refusals = interpolate(filled)
+        origin.refuse(refusals)
         if stage is not None:
             fill_learning_rate(resolved, stage)
             keep_sources_of(resolved, stage)
         try:
             config = cast(Config, handler(resolved))
         except ValidationError as error:
-            refuse_validation(error, resolved, locations)
-        config._raw, config._name, config._stage, config._locations = raw, name, stage, locations
+            origin.refuse(validation_refusals(error, resolved))
+            raise
+        config._raw, config._origin = raw, origin
         from accord.config import rules
 
-        refuse(rules.broken(config), locations)
+        origin.refuse(rules.broken(config))
         return config
 
     @property
     def source_name(self) -> str:
         """The name of the file or preset this came from, as used in the default `run.dir`."""
-        return self._name
+        return self._origin.name
 
     @property
     def stage(self) -> str | None:
         """The stage that `for_stage` made this for, or None."""
-        return self._stage
+        return self._origin.stage
 
     def for_stage(self, stage: str) -> Config:
         """The configuration of one stage: `stages.<stage>` applied, `train.lr` a number, sources of other stages left out."""
         if stage not in STAGES:
             raise ValueError(f"no such stage: {stage!r}; the stages are {', '.join(STAGES)}")
-        if stage == self._stage:
+        if stage == self.stage:
             return self
-        if self._stage is not None:
-            raise ValueError(f"this configuration is already that of stage {self._stage}; take the one it was made from")
-        return build(self._raw, name=self._name, stage=stage, locations=self._locations)
+        if self.stage is not None:
+            raise ValueError(f"this configuration is already that of stage {self.stage}; take the one it was made from")
+        return build(self._raw, name=self.source_name, stage=stage, locations=self._origin.locations)
 
     def updated(self, changes: Mapping[str, Any]) -> Config:
         """A copy with `changes` (nested mappings) merged in; what interpolates a changed key follows it."""
         raw = merge(self._raw, plain(changes))
-        return build(raw, name=self._name, stage=self._stage, locations=self._locations)
+        return build(raw, name=self.source_name, stage=self.stage, locations=self._origin.locations)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (dicts, lists, numbers, strings), every value resolved."""
@@ -150,7 +177,7 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, FilePath) else value
 
 
 def merge(base: Any, over: Any) -> Any:
@@ -170,26 +197,28 @@ def _fill_sections(raw: Any) -> Any:
     return {key: {} if value is None and key in Config.model_fields else value for key, value in raw.items()}
 
 
-def apply_stage(raw: dict[str, Any], stage: str, locations: Locations) -> tuple[dict[str, Any], Locations]:
-    """Merge `stages.<stage>` into the sections and drop `stages`; a merged key is located where the override stands."""
+def apply_stage(raw: dict[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Merge `stages.<stage>` into the sections and drop `stages`; also returns what was merged in."""
     stages = raw.get("stages") or {}
     override = stages.get(stage) if isinstance(stages, dict) else None
     rest = {key: value for key, value in raw.items() if key != "stages"}
-    moved = {path[2:]: place for path, place in locations.items() if path[:2] == ("stages", stage) and len(path) > 2}
-    return (merge(rest, override) if isinstance(override, dict) else rest), {**locations, **moved}
+    if not isinstance(override, dict):
+        return rest, {}
+    return _fill_sections(merge(rest, override)), override
 
 
-def with_defaults(raw: Any, name: str) -> Any:
-    """Add the defaults that depend on other keys: those written `${…}`, and `run.dir`."""
+def with_defaults(raw: Any, name: str) -> tuple[Any, set[Path]]:
+    """Add the defaults that depend on other keys (those written `${…}`, and `run.dir`); also returns which keys were added."""
     if not isinstance(raw, dict):
-        return raw
+        return raw, set()
     defaults: dict[str, dict[str, Any]] = {"run": {"dir": f"runs/{name}"}}
-    for section, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            for key, inner in field.annotation.model_fields.items():
+    for section, known in Config.model_fields.items():
+        if isinstance(known.annotation, type) and issubclass(known.annotation, BaseModel):
+            for key, inner in known.annotation.model_fields.items():
                 if isinstance(inner.default, str) and inner.default.startswith("${"):
                     defaults.setdefault(section, {})[key] = inner.default
-    return merge(defaults, raw)
+    added = {(section, key) for section, keys in defaults.items() for key in keys if key not in (raw.get(section) or {})}
+    return merge(defaults, raw), cast("set[Path]", added)
 
 
 def fill_learning_rate(resolved: dict[str, Any], stage: str) -> None:
