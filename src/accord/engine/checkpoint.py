@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from accord.errors import AccordError
+from accord.models.save import sync
 
 log = logging.getLogger(__name__)
 
@@ -65,49 +66,26 @@ def save_checkpoint(
     Tensors that share memory (tied weights) are written once. Afterwards only the `keep_last` newest and those of the steps in `keep` stay.
     Raises AccordError when it can't be written; what was there before is untouched then.
     """
-    from safetensors.torch import save_file
-
     root = Path(root)
     final = root / f"step-{step:08d}"
     beside = root / f".step-{step:08d}.{os.getpid()}.tmp"
-    aliases: dict[str, dict[str, str]] = {}
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(".step-*"):  # of a process that was killed while it wrote
-            shutil.rmtree(left, ignore_errors=True)
+        _tidy(root)
         beside.mkdir()
-        for name, group in tensors.items():
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"{name!r} can't be the name of a file")
-            once, aliases[name] = _once(group)
-            save_file(once, beside / f"{name}.safetensors")
-        (beside / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        files = {file.name: {"bytes": file.stat().st_size, "blake2b": _checksum(file)} for file in sorted(beside.iterdir())}
-        manifest = {"version": _VERSION, "step": step, "files": files, "aliases": aliases}
-        text = json.dumps(manifest, sort_keys=True)
-        sealed = {"manifest": manifest, "blake2b": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
-        (beside / "manifest.json").write_text(json.dumps(sealed, indent=1), encoding="utf-8")
-        for file in beside.iterdir():
-            _sync(file)
-        _sync(beside)
-        if final.exists():  # the same step once more: after a resume, or a damaged one
-            old = root / f".step-{step:08d}.{os.getpid()}.old"
-            os.replace(final, old)
+        _write(beside, step, tensors, state)
+        if final.exists():  # the same step once more: damaged before, or written and then come to again
+            os.replace(final, beside.with_suffix(".old"))
         os.replace(beside, final)
-        _sync(root)
-    except (OSError, RuntimeError) as error:
-        # safetensors reports a full disk as an error of its own kind, which is a RuntimeError or an OSError by version
-        shutil.rmtree(beside, ignore_errors=True)
-        raise AccordError(
-            f"could not write the checkpoint {final}: {error}. Earlier checkpoints are untouched. Free some space and start again."
-        ) from error
+        sync(root)
     except Exception as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        if type(error).__module__.startswith("safetensors"):
+        if isinstance(error, OSError) or type(error).__module__.startswith("safetensors"):
             raise AccordError(
                 f"could not write the checkpoint {final}: {error}. Earlier checkpoints are untouched. Free some space and start again."
             ) from error
         raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     _remove_old(root, keep_last, {step, *keep})
     return final
 
@@ -118,6 +96,7 @@ def latest_checkpoint(root: Path) -> Checkpoint | None:
     A damaged one is named in a warning and the one before it is used. Raises AccordError when there are some but none is whole.
     """
     root = Path(root)
+    _tidy(root)
     damaged: list[str] = []
     for step, folder in reversed(_steps(root)):
         try:
@@ -142,8 +121,7 @@ def _open(folder: Path, step: int) -> Checkpoint:
     try:
         sealed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         manifest = sealed["manifest"]
-        text = json.dumps(manifest, sort_keys=True)
-        if hashlib.blake2b(text.encode(), digest_size=16).hexdigest() != sealed["blake2b"]:
+        if _seal(manifest) != sealed["blake2b"]:
             raise _Damaged("manifest.json does not fit its checksum")
         if manifest["version"] != _VERSION or manifest["step"] != step:
             raise _Damaged("manifest.json belongs to another step or version")
@@ -192,33 +170,54 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def _write(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    """Every file of a checkpoint, the manifest last, all of it on the disk when this returns."""
+    from safetensors.torch import save_file
+
+    aliases: dict[str, dict[str, str]] = {}
+    for name, group in tensors.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} can't be the name of a file")
+        once, aliases[name] = _once(group)
+        save_file(once, folder / f"{name}.safetensors")
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    files = {file.name: {"bytes": file.stat().st_size, "blake2b": _checksum(file)} for file in sorted(folder.iterdir())}
+    manifest = {"version": _VERSION, "step": step, "files": files, "aliases": aliases}
+    sealed = {"manifest": manifest, "blake2b": _seal(manifest)}
+    (folder / "manifest.json").write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+    for file in folder.iterdir():
+        sync(file)
+    sync(folder)
+
+
 def _remove_old(root: Path, keep_last: int, keep: set[int]) -> None:
     for step, folder in _steps(root)[: -max(keep_last, 1)]:
-        if step not in keep:
-            _remove(folder)
-    for left in root.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
+        if step in keep:
+            continue
+        gone = folder.with_name(f".{folder.name}.gone")
+        try:  # the name first, so that one that is half deleted is never taken for a damaged one
+            os.replace(folder, gone)
+        except OSError as error:
+            log.warning("could not remove the old checkpoint %s: %s", folder, error)
+    _tidy(root)
 
 
-def _remove(folder: Path) -> None:
-    """Take the name away first, so that a half-deleted checkpoint is never taken for a damaged one."""
-    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    try:
-        os.replace(folder, hidden)
-    except OSError as error:
-        log.warning("could not remove the old checkpoint %s: %s", folder, error)
+def _tidy(root: Path) -> None:
+    """Clear away what a killed process left half done; bring back a checkpoint that was about to be replaced."""
+    if not root.is_dir():
         return
-    shutil.rmtree(hidden, ignore_errors=True)
+    for left in root.glob(".step-*"):
+        final = root / left.name.split(".")[1]
+        if left.suffix == ".old" and not final.exists():
+            os.replace(left, final)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _checksum(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

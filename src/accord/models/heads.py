@@ -88,6 +88,15 @@ def disable_dropout(target: Any) -> None:
             disable_dropout(value)
 
 
+def checkpoint_activations(module: nn.Module) -> None:
+    """Compute activations again in the backward pass; non-reentrant, which also works when no input needs a gradient (LoRA)."""
+    base = unwrap(module)
+    if hasattr(base, "activation_checkpointing_enable"):  # the newer name
+        base.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' loading report to itself: what is missing is checked here and said once."""

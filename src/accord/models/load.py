@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from accord.data.chat_templates import set_template
 from accord.errors import ConfigError
 from accord.models.gguf import from_state, is_gguf, load_gguf_tokenizer, read_gguf
-from accord.models.heads import disable_dropout, init_score_head, keep_head_in_float32, quiet
+from accord.models.heads import checkpoint_activations, disable_dropout, init_score_head, keep_head_in_float32, quiet
 from accord.models.lora import add_lora
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _pipeline_stages(folder: Path) -> list[str]:
 def load_tokenizer(
     path: str | Path, chat_template: str | None = None, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The tokenizer of a model. `chat_template` (Jinja text) replaces its own; names of built-in templates are data/template.py's.
+    """The tokenizer of a model. `chat_template` (a built-in name, a file or Jinja text) replaces its own.
 
     Raises ConfigError when there is none.
     """
@@ -138,8 +139,8 @@ def load_tokenizer(
             )
         with _explained(where, "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(where, revision=revision or "main", trust_remote_code=trust_remote_code)
-    if chat_template is not None and "{" in chat_template:
-        tokenizer.chat_template = chat_template
+    if chat_template is not None:
+        set_template(tokenizer, chat_template)
     return tokenizer
 
 
@@ -151,7 +152,7 @@ def load_causal(
     texts: Iterable[str] | None = None,
     path: str | None = None,
     dtype: str | None = None,
-    attn_implementation: str | None = "sdpa",
+    attn_implementation: str | None = None,
 ) -> LoadedModel:
     """A language model with its head, ready to train (with LoRA where `model.lora` is set) or frozen.
 
@@ -185,7 +186,7 @@ def load_scalar(
     seed: int,
     trainable: bool,
     dtype: str | None = None,
-    attn_implementation: str | None = "sdpa",
+    attn_implementation: str | None = None,
 ) -> LoadedModel:
     """A reward model or critic: from a saved one, or from a causal model's backbone with a fresh seeded head.
 
@@ -225,11 +226,11 @@ def _from_scratch(
         raise ConfigError(
             "model.from_scratch: only the first stage that trains can start from nothing; here a trained model is needed (model.path)"
         )
-    options = {"max_length": settings.max_length} if settings.max_length else {}
-    tokenizer = train_tokenizer(texts, settings.vocab_size, **options)
-    if model.chat_template is not None and "{" in model.chat_template:
-        tokenizer.chat_template = model.chat_template
+    tokenizer = train_tokenizer(texts, settings.vocab_size)
+    if model.chat_template is not None:
+        set_template(tokenizer, model.chat_template)
     config = build_config(settings, tokenizer)
+    tokenizer.model_max_length = getattr(config, "max_position_embeddings", tokenizer.model_max_length)
     if model.disable_dropout:
         disable_dropout(config)
     return build_module(config, seed=seed, auto_class=auto_class, attn_implementation=attn_implementation), tokenizer
@@ -313,7 +314,7 @@ def _finish(
         assert model.lora is not None
         module = add_lora(module, model.lora, seed=seed, scalar=kind == "scalar")
     if trainable and model.gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(module)
     module.train(trainable)
     return LoadedModel(module=module, tokenizer=tokenizer, kind=kind, path=where, lora=lora)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from accord.errors import AccordError
 from accord.models import lora as adapters
@@ -20,22 +21,14 @@ if TYPE_CHECKING:
     from accord.models.load import LoadedModel
 
 
-def save_model(
-    loaded: LoadedModel,
-    folder: str | Path,
-    *,
-    stop_token_ids: Sequence[int] = (),
-    card: str = "",
-    state: dict[str, torch.Tensor] | None = None,
-) -> None:
+def save_model(loaded: LoadedModel, folder: str | Path, *, stop_token_ids: Sequence[int] = (), card: str = "") -> None:
     """Write `loaded` as a model folder; LoRA is merged into the written copy, the training weights stay as they are.
 
-    `stop_token_ids` end a turn: they go to generation_config.json beside the tokenizer's own end token. `state` stands in for the module's
-    weights (the moving average), under the plain model's names. A scalar model is given a pad token that ends no turn, since plain
-    `transformers` finds the last token by comparing with it.
+    `stop_token_ids` end a turn: they go to generation_config.json beside the tokenizer's own end token. A scalar model is given a pad token
+    that ends no turn, since plain `transformers` finds the last token by comparing with it.
     The folder appears whole or not at all; an older one there is replaced. Raises AccordError when the disk is full or not writable.
     """
-    state = dict(adapters.merged_state(loaded.module) if state is None else state)
+    state = adapters.merged_state(loaded.module)
     base = unwrap(loaded.module)
     tokenizer = copy.deepcopy(loaded.tokenizer)
     stops = sorted({*stop_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
@@ -50,11 +43,10 @@ def save_model(
             (beside / "README.md").write_text(card, encoding="utf-8")
 
 
-def save_adapter(loaded: LoadedModel, folder: str | Path, *, card: str = "") -> None:
-    """Write the trained LoRA adapter alone, in peft's format, with the tokenizer. Appears whole or not at all."""
+def save_adapter(module: nn.Module, folder: str | Path, *, card: str = "") -> None:
+    """Write the trained LoRA adapter alone, in peft's format. It appears whole or not at all."""
     with whole_folder(folder) as beside:
-        adapters.save_adapter(loaded.module, beside)
-        loaded.tokenizer.save_pretrained(beside)
+        adapters.save_adapter(module, beside)
         if card:  # peft writes a card of its own, full of blanks
             (beside / "README.md").write_text(card, encoding="utf-8")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accord.data.chat_templates import set_template
 from accord.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,15 +16,9 @@ if TYPE_CHECKING:
 
 END_OF_TEXT, TURN_START, TURN_END, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END, PAD)
-DEFAULT_MAX_LENGTH = 2048
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = DEFAULT_MAX_LENGTH) -> Any:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = 2048) -> Any:
     """A byte-level BPE tokenizer with the chatml specials and template: any text in any script can be written with it, without unknown tokens.
 
     At most `vocab_size` tokens, fewer when the texts are small. The same texts give the same tokenizer. Raises ConfigError when
@@ -63,7 +58,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = DEF
     )
     # The specials that are no one's eos or pad must be special too: they're never content.
     fast.add_special_tokens({"additional_special_tokens": [END_OF_TEXT, TURN_START]})
-    fast.chat_template = CHATML
+    set_template(fast, "chatml")
     return fast
 
 
@@ -102,9 +97,11 @@ def build_config(settings: FromScratch, tokenizer: Any) -> Any:
         "ffn_dim": inner,  # OPT
         "word_embed_proj_dim": hidden,  # OPT
         "n_inner": inner,  # GPT-2
-        "max_position_embeddings": settings.max_length or DEFAULT_MAX_LENGTH,
+        "max_position_embeddings": settings.max_length,
     }
-    options = {name: value for name, value in wanted.items() if hasattr(known, name)}
+    options = {name: value for name, value in wanted.items() if value is not None and hasattr(known, name)}
+    if settings.max_length and "max_position_embeddings" not in options:
+        raise ConfigError(f"model.from_scratch.max_length: {architecture} has no longest length; leave it out")
     if settings.num_kv_heads and "num_key_value_heads" not in options:
         raise ConfigError(f"model.from_scratch.num_kv_heads: {architecture} has no key-value heads of its own; leave it out")
     return AutoConfig.for_model(
