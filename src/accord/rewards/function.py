@@ -90,7 +90,7 @@ class FunctionReward:
             raise ConfigError(f"{key}: {self.path} is asynchronous; expected an ordinary function.")
         self.function, self.weight, self.fallback = function, weight, fallback
         self.failures = 0
-        self.name = name or getattr(function, "__name__", "function")
+        self.name: str = name or str(getattr(function, "__name__", "function"))
         self.arguments = _arguments(function, self.path, key)
 
     def score(self, samples: Sequence[Sample]) -> list[float]:

@@ -1,0 +1,154 @@
+"""The four models of PPO and its sources of scores: what is loaded from where, and what does not go together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accord.data.packing import Pack
+from accord.data.template import ConversationEncoder
+from accord.engine.trained import TrainedModel
+from accord.errors import ConfigError
+from accord.models.forward import FrozenModel, PackedModel
+from accord.models.load import LoadedModel, load_scalar, load_tokenizer
+from accord.rewards import FunctionReward, ModelReward, Source
+from accord.rewards.base import unique_names
+from accord.rewards.model import same_tokens
+from accord.trainers.preference import reference_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accord.config import Config
+
+log = logging.getLogger(__name__)
+
+
+def check_settings(config: Config) -> None:
+    """What PPO cannot work with, said before anything is loaded. Raises ConfigError."""
+    if config.model.path is None:
+        raise ConfigError("model.path is needed: PPO improves a model that already answers, such as the run of `accord sft`.")
+    lora = config.model.lora
+    if not config.model.disable_dropout or (lora is not None and lora.dropout > 0):
+        key = "model.lora.dropout=0" if config.model.disable_dropout else "model.disable_dropout=true"
+        raise ConfigError(
+            f"with dropout the ratio of new to old log-probabilities is noise from the first update on. PPO needs {key}."
+        )
+    if config.generate.temperature == 0:
+        raise ConfigError("generate.temperature=0: PPO learns from samples, and greedy answers are none. Use 1.0.")
+
+
+class Reference:
+    """π_ref: a frozen model of its own, or with LoRA the policy as it was at the start, which costs no memory."""
+
+    def __init__(self, config: Config, policy: TrainedModel) -> None:
+        path = config.reference.path
+        if path is not None and path != config.model.path and load_tokenizer(path).get_vocab() != policy.tokenizer.get_vocab():
+            raise ConfigError(
+                f"reference.path: {path} has another tokenizer than model.path; their log-probabilities cannot be compared."
+            )
+        self.policy, self.frozen = policy, reference_for(config, policy)
+
+    def token_logprobs(self, pack: Pack, temperature: float) -> Tensor:
+        """[N] log π_ref of the pack's targets, without gradient."""
+        if self.frozen is not None:
+            return self.frozen.token_logprobs(pack, temperature=temperature).logprobs
+        with self.policy.as_reference():
+            return self.policy.token_logprobs(pack, temperature=temperature).logprobs
+
+
+def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
+    """V: starts from the reward model, or from the policy's own start with a new head.
+
+    Raises ConfigError when its tokenizer is another one: values are asked for at the tokens that were sampled.
+    """
+    model = config.model
+    if model.lora is not None and model.lora.path is not None:  # the adapter to continue is the policy's
+        model = model.model_copy(update={"lora": model.lora.model_copy(update={"path": None})})
+    path = config.critic.path or config.model.path
+    loaded = load_scalar(path, model, seed=config.run.seed, trainable=True)
+    if loaded.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ConfigError(
+            f"critic.path: {path} has another tokenizer than model.path. Set critic.path={config.model.path} to start it from the policy."
+        )
+    return loaded
+
+
+def reward_sources(config: Config, policy: LoadedModel) -> list[Source]:
+    """The sources of `ppo.rewards`, ready to score. A reward model is loaded once, however many sources ask it."""
+    names = unique_names(
+        [s.type if s.type == "model" else s.path.rpartition(":")[2].rpartition(".")[2] for s in config.ppo.rewards]
+    )
+    model: dict[str, Any] | None = None
+    sources: list[Source] = []
+    for i, (source, name) in enumerate(zip(config.ppo.rewards, names, strict=True)):
+        if source.type == "function":
+            sources.append(
+                FunctionReward(source.path, source.weight, name, key=f"ppo.rewards.{i}.path", fallback=source.fallback)
+            )
+            continue
+        model = model or _reward_model(config, policy)
+        sources.append(ModelReward(**model, max_tokens=config.train.max_tokens, weight=source.weight, name=name))
+    return sources
+
+
+def _reward_model(config: Config, policy: LoadedModel) -> dict[str, Any]:
+    settings = config.reward_model
+    if settings.path is None:
+        raise ConfigError(
+            "reward_model.path is needed: ppo.rewards asks a reward model for scores. Train one with `accord reward`, or score with a "
+            "function: ppo.rewards=[{type: function, path: module:function}]."
+        )
+    plain = config.model.model_copy(update={"chat_template": None, "lora": None})  # it keeps the template it was trained with
+    loaded = load_scalar(settings.path, plain, seed=config.run.seed, trainable=False, dtype=settings.dtype)
+    encoder = None
+    if not same_tokens(loaded.tokenizer, policy.tokenizer):
+        log.warning("The reward model has another tokenizer or chat template: answers are handed over as text.")
+        encoder = ConversationEncoder(loaded.tokenizer, None)
+    limits = [limit for limit in (settings.max_length, context_length(loaded)) if limit is not None]
+    if settings.max_length is not None and min(limits) < settings.max_length:
+        raise ConfigError(
+            f"reward_model.max_length={settings.max_length:,} is beyond the model's context of {min(limits):,} tokens."
+        )
+    model = FrozenModel(loaded.module, precision=config.train.precision)
+    return {"model": model, "encoder": encoder, "max_length": min(limits, default=None)}
+
+
+def context_length(loaded: LoadedModel) -> int | None:
+    """The most tokens of one sequence; None where the family has no limit."""
+    module: Any = loaded.module
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return getattr(base.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, critic: LoadedModel) -> None:
+    """A prompt and a whole answer must fit the contexts of actor and critic, and one pack. Raises ConfigError with the cure."""
+    needed = longest_prompt + config.generate.max_new_tokens
+    said = f"the longest prompt has {longest_prompt:,} tokens; with generate.max_new_tokens={config.generate.max_new_tokens:,} that is {needed:,}"
+    for name, loaded in (("model", policy), ("critic", critic)):
+        limit = context_length(loaded)
+        if limit is not None and needed > limit:
+            raise ConfigError(
+                f"{said}, but the {name} takes {limit:,}. Lower data.max_length to {max(1, limit - config.generate.max_new_tokens):,} "
+                "or lower generate.max_new_tokens."
+            )
+    if needed > config.train.max_tokens:
+        raise ConfigError(f"{said}, but train.max_tokens is {config.train.max_tokens:,}. Raise it to {needed:,}.")
+
+
+@contextmanager
+def sampling(policy: PackedModel) -> Iterator[None]:
+    """Sample in the dtype that the trainer computes in: otherwise two different distributions are compared."""
+    if policy.compute_dtype is None:
+        yield
+        return
+    with torch.autocast(policy.device.type, policy.compute_dtype):
+        yield
+
+
+def count_parameters(model: PackedModel) -> int:
+    return sum(parameter.numel() for parameter in model.module.parameters())
