@@ -264,7 +264,7 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
         return command()
     except AccordError as error:
         if debug:
-            raise
+            _traceback(error)
         _say(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
@@ -278,8 +278,15 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
         if code is not None:
             return code
         if debug:
-            raise
+            _traceback(error)
+            return 1
         return _unexpected(error)
+
+
+def _traceback(error: Exception) -> None:
+    import traceback
+
+    traceback.print_exception(error)
 
 
 def _say(text: str) -> None:

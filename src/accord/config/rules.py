@@ -6,6 +6,7 @@ A rule yields a `Refusal` for each key it refuses. Rules about one stage look at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 from accord.config.messages import Refusal
@@ -198,8 +199,12 @@ def missing_for_stage(config: Config, *, first: bool = True, has_reward_model: b
 
 
 def missing_for_pipeline(config: Config) -> Iterator[Refusal]:
-    """What the stages of `accord run` can't start without, beside what they hand on to each other."""
+    """What the stages of `accord run` can't start without, beside what they hand on to each other.
+
+    A stage that an earlier call has finished in the same run hands on its model too.
+    """
     stages = config.pipeline.stages
+    done = {stage for stage in ("sft", "reward") if (FilePath(config.run.dir) / stage / "summary.json").is_file()}
     for stage in stages:
-        has_sft = "sft" in stages and stage != "sft"
-        yield from missing_for_stage(config.for_stage(stage), first=not has_sft, has_reward_model="reward" in stages)
+        has_sft = stage != "sft" and "sft" in {*stages, *done}
+        yield from missing_for_stage(config.for_stage(stage), first=not has_sft, has_reward_model="reward" in {*stages, *done})
