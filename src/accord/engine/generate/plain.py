@@ -45,6 +45,7 @@ class PlainGenerator:
         accepted = inspect.signature(base.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
         self._slots = supports_slots(self._config)
 
     @property
@@ -115,7 +116,7 @@ class PlainGenerator:
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
         """The logits [rows, V] float32 after the last column of ids [rows, q]. `mask` [rows, columns so far]; None: no padding."""
-        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, self._cache_name: cache, "use_cache": True}
         if self._takes_positions:
             arguments["position_ids"] = positions
         if self._takes_logits_to_keep:
