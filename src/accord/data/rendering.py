@@ -74,7 +74,9 @@ class Renderer:
             before = spans[k - 1][1] if k else 0
             after = spans[k + 1][0] if k + 1 < len(spans) else len(text)
             start, end = spans[k]
-            turns[i] = Turn(messages[i].role, self._start(text, before, start, skeleton.opens[i]), start, end, self._end(text, end, after))
+            turns[i] = Turn(
+                messages[i].role, self._start(text, before, start, skeleton.opens[i]), start, end, self._end(text, end, after)
+            )
         return Rendered(text, tuple(turns[i] for i in range(len(messages))), tuple(spans))
 
     def structural_tokens(self) -> set[str]:

@@ -48,7 +48,9 @@ class ConversationEncoder:
         self._special = self._special_pattern()
         end = self.renderer.end_token
         if end is None and self._eos_id is None:
-            raise ConfigError(f"{self.template_name} writes no token after an answer and the tokenizer has no EOS: nothing could end one.")
+            raise ConfigError(
+                f"{self.template_name} writes no token after an answer and the tokenizer has no EOS: nothing could end one."
+            )
         self.end_token_id: int = self._token_id(end) if end is not None else int(self._eos_id or 0)
         self.stop_token_ids: list[int] = [self.end_token_id]
         if self._eos_id is not None and self._eos_id != self.end_token_id:

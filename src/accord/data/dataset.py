@@ -1,0 +1,316 @@
+"""Training and validation examples: records tokenised once, kept on disk, split by prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from accord.data.fitting import fit
+from accord.data.formats import UnusableError
+from accord.data.reading import Need, SourceReport, SourceSpec, read_records, reject, sources_of
+from accord.data.records import Demonstration, Messages, PlainText, Preference, Prompt, Record, Scored
+from accord.data.template import ConversationEncoder, TrainOn
+from accord.data.token_store import VERSION, StoreWriter, TokenStore
+from accord.data.trees import Tree
+from accord.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What a loss is computed on. `label` is a pair's margin or an answer's score."""
+
+    tree: Tree
+    label: float | None = None
+    record: Record | None = None
+    origin: str = ""
+
+
+class ExampleList(Sequence[Example]):
+    """Examples of a store, read when they are asked for."""
+
+    def __init__(self, store: TokenStore, indices: np.ndarray):
+        self.store, self.indices = store, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> ExampleList: ...
+    def __getitem__(self, index: int | slice) -> Example | ExampleList:
+        if isinstance(index, slice):
+            return ExampleList(self.store, self.indices[index])
+        i = int(self.indices[index])
+        origin, record = self.store.text(i)
+        return Example(self.store.tree(i), self.store.label(i), record, origin)
+
+    def num_tokens(self) -> np.ndarray:
+        """[n] tokens that each example computes (a shared prompt once)."""
+        sizes: np.ndarray = self.store.num_tokens()[self.indices]
+        return sizes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was read, used and left out, by source, and how large it is in tokens."""
+
+    train: tuple[SourceReport, ...]
+    valid: tuple[SourceReport, ...]
+    train_examples: int
+    valid_examples: int
+    tokens: int
+    trained_tokens: int
+
+    def summary(self) -> str:
+        """A few lines to print."""
+        lines = [
+            f"{self.train_examples:,} training and {self.valid_examples:,} validation examples, "
+            f"{self.tokens:,} tokens ({self.trained_tokens / max(self.tokens, 1):.0%} trained on)"
+        ]
+        for report in (*self.train, *self.valid):
+            line = f"{report.name}: {report.used:,} of {report.read:,} rows ({', '.join(report.formats)})"
+            if report.dropped:
+                line += f", left out: {report.drops()}"
+            if report.cut:
+                line += f", cut: {report.cut:,}"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """`train` and `valid` are sequences of Example, read from disk when asked for."""
+
+    train: ExampleList
+    valid: ExampleList
+    report: Report
+
+
+def load_examples(
+    data: Any,
+    encoder: ConversationEncoder,
+    need: Need,
+    *,
+    seed: int,
+    max_length: int,
+    train_dataset: Any = None,
+    valid_dataset: Any = None,
+    train_on: TrainOn | str = "assistant",
+) -> Examples:
+    """The examples of `data.train` and `data.valid` (or of rows given in code) for what a stage needs.
+
+    Without `data.valid`, `data.holdout` of the prompts is kept for validation: whole prompts, chosen by `seed`, at least one and never all.
+    Raises DataError for data that can't be read, unreadable rows (unless `data.on_bad_row` is "drop"), and when nothing is left;
+    ConfigError when no data is named.
+    """
+    options = _Options(need, max_length, data.truncate, data.on_bad_row, str(train_on))
+    valid_sources = sources_of(data, "valid", valid_dataset)
+    train_sources = sources_of(data, "train", train_dataset)
+    store = _stored(train_sources, encoder, options, data.cache)
+    everything = np.arange(len(store))
+    if valid_sources:
+        valid_store = _stored(valid_sources, encoder, options, data.cache)
+        train, valid = ExampleList(store, everything), ExampleList(valid_store, np.arange(len(valid_store)))
+    else:
+        held = held_out(store.groups, float(data.holdout or 0), seed)
+        train, valid = ExampleList(store, everything[~held]), ExampleList(store, everything[held])
+    stores = [store] + ([valid.store] if valid_sources else [])
+    report = Report(
+        train=_reports(store),
+        valid=_reports(valid.store) if valid_sources else (),
+        train_examples=len(train),
+        valid_examples=len(valid),
+        tokens=sum(int(s.lengths.sum()) for s in stores),
+        trained_tokens=sum(s.num_trained() for s in stores),
+    )
+    for source in (*report.train, *report.valid):
+        if source.dropped or source.cut:
+            cut = f"; {source.cut:,} cut to data.max_length" if source.cut else ""
+            log.warning(
+                "%s: %s of %s rows are used; left out: %s%s",
+                source.name,
+                f"{source.used:,}",
+                f"{source.read:,}",
+                source.drops() or "none",
+                cut,
+            )
+    return Examples(train, valid, report)
+
+
+def held_out(groups: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """[n] bool: which examples are kept for validation. Those of one group are on one side.
+
+    Groups are taken in an order that depends on `seed` and the group alone, until round(share · n) examples are reached: at least one
+    group if share > 0 and there are two, and never all of them.
+    """
+    held = np.zeros(len(groups), dtype=bool)
+    unique, inverse, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    if share <= 0 or len(unique) < 2:
+        return held
+    ranks = [hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest() for group in unique.tolist()]
+    target, taken = max(1, round(share * len(groups))), 0
+    chosen = np.zeros(len(unique), dtype=bool)
+    for number in sorted(range(len(unique)), key=ranks.__getitem__)[: len(unique) - 1]:
+        if taken >= target:
+            break
+        if taken and taken + counts[number] > target + max(target // 2, 1):  # a huge group would take far more than the share
+            continue
+        chosen[number] = True
+        taken += int(counts[number])
+    return chosen[inverse]
+
+
+def corpus(data: Any, train_dataset: Any = None) -> Iterator[str]:
+    """Every message and document of the training data as text, for training a tokenizer."""
+    for source in sources_of(data, "train", train_dataset):
+        for record in read_records(source, None, on_bad_row=data.on_bad_row):
+            if isinstance(record, PlainText):
+                yield record.text
+            elif isinstance(record, Demonstration | Prompt):
+                yield from (turn.content for turn in record.messages)
+            else:
+                yield from (turn.content for turn in record.prompt)
+                yield from (record.chosen, record.rejected) if isinstance(record, Preference) else (record.response,)
+
+
+# --- from sources to a store ---
+
+
+@dataclass(frozen=True)
+class _Options:
+    need: Need
+    max_length: int
+    truncate: Any
+    on_bad_row: str
+    train_on: str
+
+
+def _stored(sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: _Options, cache: bool) -> TokenStore:
+    """The examples of `sources`, from the cache if they are there."""
+    parts = [source.fingerprint() for source in sources]
+    if not cache or any(part is None for part in parts):
+        return _temporary(sources, encoder, options)
+    key = hashlib.blake2b(repr([VERSION, parts, encoder.fingerprint(), options]).encode(), digest_size=16).hexdigest()
+    folder = cache_folder() / "tokens" / key
+    if TokenStore.is_whole(folder):
+        return TokenStore(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        writer = StoreWriter(folder)
+    except OSError as error:
+        log.warning(
+            "The cache %s can't be written (%s); the data is tokenised again every time.", folder.parent, error.strerror or error
+        )
+        return _temporary(sources, encoder, options)
+    return _fill(writer, sources, encoder, options)
+
+
+def _temporary(sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: _Options) -> TokenStore:
+    """A store that goes with the object."""
+    import weakref
+
+    folder = Path(tempfile.mkdtemp(prefix="accord-tokens-"))
+    try:
+        store = _fill(StoreWriter(folder / "store"), sources, encoder, options)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(store, shutil.rmtree, folder, True)
+    return store
+
+
+def _fill(writer: StoreWriter, sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: _Options) -> TokenStore:
+    reports = []
+    try:
+        for source in sources:
+            report = SourceReport(source.name)
+            reports.append(report)
+            for record in read_records(
+                source, options.need, on_bad_row=options.on_bad_row, report=report, train_on=options.train_on
+            ):
+                _add(writer, record, encoder, options, report)
+        if not writer.size:
+            _nothing_left(reports)
+        return writer.finish({"sources": [asdict(report) for report in reports]})
+    except OSError as error:
+        writer.discard()
+        raise DataError(f"{writer.target.parent}: the tokenised data can't be written: {error.strerror or error}") from error
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _add(writer: StoreWriter, record: Record, encoder: ConversationEncoder, options: _Options, report: SourceReport) -> None:
+    try:
+        tree, kept, cut = fit(encoder, record, options.max_length, options.truncate, options.train_on)  # type: ignore[arg-type]
+    except UnusableError as error:
+        report.drop(str(error), record.origin)
+        return
+    except DataError as error:  # the template refuses it
+        reject(record.origin, str(error), options.on_bad_row, report)
+        return
+    label = record.margin if isinstance(record, Preference) else record.score if isinstance(record, Scored) else None
+    writer.add(tree, label, kept, record.origin, prompt_hash(record), record_hash(record))
+    report.used += 1
+    report.cut += cut
+
+
+def _nothing_left(reports: Sequence[SourceReport]) -> None:
+    read = sum(report.read for report in reports)
+    reasons = "; ".join(f"{report.name}: {report.drops()}" for report in reports)
+    cure = (
+        "Raise data.max_length or set data.truncate." if all(set(r.dropped) <= {"too long"} for r in reports) else "Fix the rows."
+    )
+    raise DataError(f"nothing to train on is left of {read:,} rows. {reasons}. {cure}")
+
+
+def _reports(store: TokenStore) -> tuple[SourceReport, ...]:
+    return tuple(SourceReport(**report) for report in store.report["sources"])
+
+
+def cache_folder() -> Path:
+    """`$ACCORD_CACHE`, or ~/.cache/accord."""
+    return Path(os.environ.get("ACCORD_CACHE") or Path.home() / ".cache" / "accord")
+
+
+# --- what counts as the same ---
+
+
+def prompt_hash(record: Record) -> int:
+    """Of the prompt: what decides the side of the split."""
+    if isinstance(record, PlainText):
+        return _hash(record.text)
+    if isinstance(record, Demonstration):
+        return _hash(_plain(record.messages[:-1]))
+    return _hash(_plain(record.messages if isinstance(record, Prompt) else record.prompt))
+
+
+def record_hash(record: Record) -> int:
+    """Of everything that is trained on."""
+    if isinstance(record, PlainText):
+        return _hash(record.text)
+    if isinstance(record, Demonstration | Prompt):
+        return _hash(_plain(record.messages))
+    answers = [record.chosen, record.rejected] if isinstance(record, Preference) else [record.response, record.score]
+    return _hash([_plain(record.prompt), answers])
+
+
+def _plain(messages: Messages) -> list[list[str]]:
+    return [[turn.role, turn.content.strip()] for turn in messages]
+
+
+def _hash(value: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,38 @@
+"""Alpaca: {"instruction", "input", "output"}, optional "system" and "history": [[question, answer], …].
+
+A pair is `output: [better, worse]` or `chosen` and `rejected`; without an output the row is a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accord.data.formats.base import RowError, optional_number, optional_text, register, text, with_system
+from accord.data.records import Demonstration, Message, Messages, Preference, Prompt
+
+
+@register("alpaca", ("instruction", "output"), ("instruction", "chosen", "rejected"), ("instruction",))
+def read(row: Mapping[str, Any]) -> Prompt | Demonstration | Preference:
+    prompt = _prompt(row)
+    output = row.get("output")
+    if row.get("chosen") is not None or row.get("rejected") is not None:
+        return Preference(prompt, text(row, "chosen"), text(row, "rejected"), optional_number(row, "margin"))
+    if isinstance(output, list | tuple):
+        if len(output) != 2 or not all(isinstance(answer, str) for answer in output):
+            raise RowError(f"output: expected text or a list of two answers, the better one first; found a list of {len(output)}")
+        return Preference(prompt, output[0], output[1], optional_number(row, "margin"))
+    if output is None:
+        return Prompt(prompt)
+    return Demonstration((*prompt, Message("assistant", text(row, "output"))))
+
+
+def _prompt(row: Mapping[str, Any]) -> Messages:
+    turns: list[Message] = []
+    for i, exchange in enumerate(row.get("history") or ()):
+        if not isinstance(exchange, list | tuple) or len(exchange) != 2 or not all(isinstance(side, str) for side in exchange):
+            raise RowError(f"history[{i}]: expected [question, answer]")
+        turns += [Message("user", exchange[0]), Message("assistant", exchange[1])]
+    instruction, extra = text(row, "instruction"), optional_text(row, "input")
+    turns.append(Message("user", f"{instruction}\n{extra}" if extra else instruction))
+    return with_system(optional_text(row, "system"), tuple(turns))

@@ -1,0 +1,482 @@
+"""Rows out of files, folders, hub data sets, standard input and lists: read lazily, each with the place it came from."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from accord.errors import DataError
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+COMPRESSIONS = (".gz", ".zst")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it was read. `error` says why it could not be (then `value` is None)."""
+
+    value: Any
+    origin: str
+    error: str | None = None
+
+
+TRAIN_SPLITS = ("train",)
+VALID_SPLITS = ("validation", "valid", "dev", "test")
+
+
+def read_rows(
+    source: Any, *, split: str | None = None, default_splits: Sequence[str] = TRAIN_SPLITS, name: str = "train_dataset"
+) -> Iterator[Row]:
+    """Rows of a path, a hub id, "-" (standard input, JSON lines), `demo:<name>`, or rows in memory (called `name` in origins).
+
+    Where a data set has splits and `split` is None, the first of `default_splits` that it has is read.
+
+    Raises DataError for what is missing, empty of files, of an unknown kind or not UTF-8; a single row that can't be read comes as
+    a Row with its `error`.
+    """
+    if not isinstance(source, str | Path):
+        if hasattr(source, "keys") and not hasattr(source, "features"):
+            raise DataError(f"{name}: expected a list of rows or a datasets.Dataset, found {type(source).__name__}")
+        yield from (Row(value, f"{name}[{i}]") for i, value in enumerate(source))
+        return
+    found = locate(source)
+    if found.kind == "files":
+        for file in found.files:
+            yield from _read_file(file, found.label(file))
+    elif found.kind == "dataset":
+        yield from _number(_load_folder(found.name, split, default_splits), found.name)
+    else:
+        yield from _number(_load_hub(found.name, split, default_splits), found.name)
+
+
+def fingerprint(source: Any, *, split: str | None = None, default_splits: Sequence[str] = TRAIN_SPLITS) -> str | None:
+    """A hash of the content, or None for rows in memory that have none of their own (they are not cached)."""
+    if not isinstance(source, str | Path):
+        own = getattr(source, "_fingerprint", None)
+        return f"dataset:{own}" if own else None
+    found = locate(source)
+    if found.kind == "files":
+        digest = hashlib.blake2b(digest_size=16)
+        for file in found.files:
+            digest.update(found.label(file).encode() + b"\0")
+            with _readable(file), open(file, "rb") as stream:
+                while block := stream.read(_CHUNK):
+                    digest.update(block)
+        return digest.hexdigest()
+    load = _load_folder if found.kind == "dataset" else _load_hub
+    data = load(found.name, split, default_splits)
+    return f"dataset:{data._fingerprint}"
+
+
+@dataclass(frozen=True)
+class Located:
+    """What a source's name stands for: files, a folder written by `datasets`, or a hub id."""
+
+    kind: str  # files | dataset | hub
+    name: str
+    files: tuple[Path, ...] = ()
+    shown: str = ""  # what origins say in place of the path ("-" is kept in a temporary file)
+
+    def label(self, file: Path) -> str:
+        if self.shown:
+            return self.shown
+        return file.name if len(self.files) == 1 else str(file.relative_to(self.name))
+
+
+def locate(source: str | Path) -> Located:
+    """Raises DataError if there is no such file or folder and the name can't be a hub id either."""
+    text = str(source)
+    if text == "-":
+        return Located("files", text, (_standard_input(),), "<stdin>")
+    if text.startswith("demo:"):
+        from accord import demo
+
+        path = demo.data_path(text.removeprefix("demo:"))
+        return Located("files", text, (path,), text)
+    path = Path(text).expanduser()
+    try:
+        if path.is_file():
+            if kind_of(path) is None:
+                raise DataError(
+                    f"{text}: unknown kind of file. Expected one of {', '.join(SUFFIXES)}, each also {' or '.join(COMPRESSIONS)}."
+                )
+            return Located("files", text, (path,))
+        if path.is_dir():
+            return _locate_folder(path)
+    except OSError as error:
+        raise DataError(f"{text}: can't be read: {error.strerror or error}") from error
+    if _HUB_ID.fullmatch(text) and kind_of(path) is None:
+        return Located("hub", text)
+    raise DataError(f"{text}: no such file or folder.{_nearest_file(path)}")
+
+
+def kind_of(path: Path) -> str | None:
+    """The file's suffix without compression, if it is one that can be read."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in SUFFIXES else None
+
+
+def _locate_folder(path: Path) -> Located:
+    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+        return Located("dataset", str(path))
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and kind_of(file) and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if not files:
+        raise DataError(f"{path}: the folder holds no data file ({', '.join(SUFFIXES)}, each also {' or '.join(COMPRESSIONS)}).")
+    return Located("files", str(path), tuple(files))
+
+
+def _nearest_file(path: Path) -> str:
+    try:
+        names = [file.name for file in path.parent.iterdir()]
+    except OSError:
+        return f" Nor is there a folder {path.parent}."
+    near = get_close_matches(path.name, names, n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""
+
+
+@cache
+def _standard_input() -> Path:
+    """Standard input can be read once but is needed twice (fingerprint, rows), so it is kept in a temporary file."""
+    file = tempfile.NamedTemporaryFile(prefix="accord-stdin-", suffix=".jsonl")  # noqa: SIM115 (deleted when the program ends)
+    shutil.copyfileobj(sys.stdin.buffer, file)
+    file.flush()
+    _keep_open.append(file)
+    return Path(file.name)
+
+
+_keep_open: list[Any] = []
+
+
+# --- files ---
+
+
+def _read_file(file: Path, label: str) -> Iterator[Row]:
+    kind = kind_of(file)
+    with _readable(file, label):
+        if kind in (".parquet", ".arrow"):
+            yield from _read_columns(file, label, kind)
+            return
+        with _open(file) as stream:
+            if kind in (".jsonl", ".ndjson"):
+                yield from _read_json_lines(stream, label)
+            elif kind == ".json":
+                yield from _read_json(stream, label)
+            elif kind == ".txt":
+                yield from (Row({"text": text}, f"{label}:{number}") for number, text in _lines(stream, label) if text.strip())
+            else:
+                yield from _read_csv(stream, label, "\t" if kind == ".tsv" else ",")
+
+
+@contextmanager
+def _readable(file: Path, label: str | None = None) -> Iterator[None]:
+    """What goes wrong while a file is read, in words."""
+    try:
+        yield
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"{label or file}: the compressed file is damaged or cut off: {error}") from error
+    except OSError as error:
+        raise DataError(f"{label or file}: can't be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed as they are read."""
+    suffix = file.suffix.lower()
+    if suffix == ".gz":
+        import gzip
+
+        with gzip.open(file) as stream:
+            yield stream  # type: ignore[misc]
+    elif suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(f"{file}: reading .zst needs the package zstandard: pip install zstandard") from error
+        try:
+            with open(file, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as reader:
+                yield io.BufferedReader(reader)
+        except zstandard.ZstdError as error:
+            raise DataError(f"{file}: the compressed file is damaged or cut off: {error}") from error
+    else:
+        with open(file, "rb") as stream:
+            yield stream
+
+
+def _lines(stream: IO[bytes], label: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines without their ends, from 1. Raises DataError where the bytes are not UTF-8."""
+    for number, line in enumerate(stream, start=1):
+        if number == 1:
+            if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise _not_utf8(label, number, line, "UTF-16")
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        try:
+            yield number, line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(label, number, line, _guess_encoding(line), error.start) from error
+
+
+def _not_utf8(label: str, number: int, line: bytes, guess: str, at: int = 0) -> DataError:
+    return DataError(
+        f"{label}:{number}  is not UTF-8 (byte 0x{line[at]:02x} at position {at} of the line); it looks like {guess}. "
+        f"Convert it first: iconv -f {guess} -t UTF-8"
+    )
+
+
+def _guess_encoding(line: bytes) -> str:
+    """GB18030 if what it decodes to is mostly Chinese, else Windows-1252 (which decodes almost anything)."""
+    try:
+        text = line.decode("gb18030")
+    except UnicodeDecodeError:
+        return "WINDOWS-1252"
+    foreign = [char for char in text if ord(char) > 127]
+    return (
+        "GB18030"
+        if foreign and sum("\u3000" <= c <= "\u9fff" or "\uff00" <= c <= "\uffef" for c in foreign) > 0.6 * len(foreign)
+        else "WINDOWS-1252"
+    )
+
+
+def _read_json_lines(stream: IO[bytes], label: str) -> Iterator[Row]:
+    for number, line in _lines(stream, label):
+        if line.strip():
+            yield _json_row(line, f"{label}:{number}")
+
+
+def _json_row(text: str, origin: str) -> Row:
+    try:
+        return Row(json.loads(text), origin)
+    except json.JSONDecodeError as error:
+        return Row(None, origin, f"is not JSON: {error.msg} at column {error.colno}: {_around(text, error.pos)}")
+    except RecursionError:
+        return Row(None, origin, "is not usable JSON: nested too deeply")
+
+
+def _around(text: str, position: int) -> str:
+    shown = text[max(position - 20, 0) : position + 20]
+    return repr(shown)
+
+
+def _read_json(stream: IO[bytes], label: str) -> Iterator[Row]:
+    """A JSON array, read element by element, or JSON lines under the name .json."""
+    lines = (text + "\n" for _, text in _lines(stream, label))
+    buffer = ""
+    for text in lines:
+        buffer += text
+        if buffer.strip():
+            break
+    first_line = buffer.count("\n")  # the line that the array or the first object begins on
+    if buffer.lstrip().startswith("["):
+        yield from _read_array(buffer, lines, label)
+        return
+    if not buffer.strip():
+        return
+    first = _json_row(buffer, f"{label}:{first_line}")
+    if first.error is not None:  # one object over several lines, or no JSON at all
+        whole = buffer + "".join(lines)
+        try:
+            yield Row(json.loads(whole), f"{label}:{first_line}")
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{label}:{error.lineno}  is not JSON: {error.msg} at column {error.colno}: {_around(whole, error.pos)}"
+            ) from error
+        return
+    yield first
+    for number, line in enumerate(lines, start=first_line + 1):
+        if line.strip():
+            yield _json_row(line, f"{label}:{number}")
+
+
+def _read_array(buffer: str, lines: Iterator[str], label: str) -> Iterator[Row]:
+    """The elements of an array without holding it whole. A row's line is where it begins."""
+    decoder = json.JSONDecoder()
+    position = buffer.index("[") + 1
+    line = 1 + buffer.count("\n", 0, position)
+    counted = position  # `line` is the line of this position
+    ended = False
+    separator = ""  # what must stand before the next element: nothing at first, then a comma
+
+    def more() -> bool:
+        """Read on by at least a chunk."""
+        nonlocal buffer, position, counted, ended
+        line_of_cut()
+        buffer, position, counted = buffer[position:], 0, 0
+        parts: list[str] = []
+        size = 0
+        while size < max(_CHUNK, len(buffer)):
+            text = next(lines, None)
+            if text is None:
+                ended = True
+                break
+            parts.append(text)
+            size += len(text)
+        buffer += "".join(parts)
+        return bool(parts)
+
+    def line_of_cut() -> int:
+        nonlocal line, counted
+        line += buffer.count("\n", counted, position)
+        counted = position
+        return line
+
+    def skip_white() -> str:
+        """The next character that isn't white space ("" at the end of the file)."""
+        nonlocal position
+        while True:
+            while position < len(buffer) and buffer[position].isspace():
+                position += 1
+            if position < len(buffer):
+                return buffer[position]
+            if ended or not more():
+                return ""
+
+    while True:
+        char = skip_white()
+        if char == "]":
+            position += 1
+            if skip_white():
+                raise DataError(f"{label}:{line_of_cut()}  is not JSON: something follows the array: {_around(buffer, position)}")
+            return
+        if separator:
+            if char != ",":
+                raise DataError(
+                    f"{label}:{line_of_cut()}  is not JSON: expected ',' or ']' {'but the file ends' if not char else ''}".rstrip()
+                )
+            position += 1
+            if skip_white() == "]":
+                raise DataError(f"{label}:{line_of_cut()}  is not JSON: a comma before the closing ']'")
+        while True:
+            try:
+                value, end = decoder.raw_decode(buffer, position)
+                if end == len(buffer) and not ended and more():  # a number might go on
+                    continue
+                break
+            except json.JSONDecodeError as error:
+                cut_off = len(buffer) - error.pos < 64 or error.msg.startswith("Unterminated string")
+                if cut_off and not ended and more():
+                    continue
+                position = error.pos
+                where = f"{label}:{line_of_cut()}"
+                raise DataError(f"{where}  is not JSON: {error.msg}: {_around(buffer, error.pos)}") from error
+        yield Row(value, f"{label}:{line_of_cut()}")
+        position = end
+        separator = ","
+
+
+def _read_csv(stream: IO[bytes], label: str, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    reader = csv.reader((text + "\n" for _, text in _lines(stream, label)), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    start = 1
+    try:
+        for fields in reader:
+            origin, start = f"{label}:{start}", reader.line_num + 1
+            if not fields:
+                continue
+            if header is None:
+                header = [name.strip() for name in fields]
+                if len(set(header)) < len(header):
+                    raise DataError(f"{origin}  two columns have the same name: {', '.join(header)}")
+            elif len(fields) != len(header):
+                yield Row(None, origin, f"has {len(fields)} fields, the header has {len(header)}: {', '.join(header)}")
+            else:
+                yield Row(dict(zip(header, fields, strict=True)), origin)
+    except csv.Error as error:
+        raise DataError(f"{label}:{start}  is not CSV: {error}") from error
+
+
+def _read_columns(file: Path, label: str, kind: str) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def batches() -> Iterator[Any]:
+        source: Any = str(file)
+        if file.suffix.lower() in COMPRESSIONS:  # these kinds are read from the end, so all of it is needed
+            with _open(file) as stream:
+                source = pa.BufferReader(stream.read())
+        if kind == ".parquet":
+            yield from pq.ParquetFile(source).iter_batches(1024)
+            return
+        opened = pa.memory_map(source) if isinstance(source, str) else source
+        try:
+            reader = pa.ipc.open_file(opened)
+            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+        except pa.ArrowInvalid:  # `datasets` writes the streaming form
+            opened.seek(0)
+            yield from pa.ipc.open_stream(opened)
+
+    number = 0
+    try:
+        for batch in batches():
+            for value in batch.to_pylist():
+                number += 1
+                yield Row(value, f"{label}:{number}")
+    except pa.ArrowException as error:
+        raise DataError(f"{label}: is not a {kind} file that can be read: {error}") from error
+
+
+# --- datasets ---
+
+
+def _number(rows: Iterable[Any], name: str) -> Iterator[Row]:
+    return (Row(value, f"{name}:{i}") for i, value in enumerate(rows, start=1))
+
+
+def _load_folder(path: str, split: str | None, default_splits: Sequence[str]) -> Any:
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(path)
+    except Exception as error:
+        raise DataError(f"{path}: the folder written by `datasets` can't be read: {error}") from error
+    if isinstance(data, datasets.DatasetDict):
+        return _choose_split(data, split, default_splits, path)
+    if split is not None:
+        raise DataError(f"{path}: has no splits, but split {split!r} was asked for")
+    return data
+
+
+def _load_hub(name: str, split: str | None, default_splits: Sequence[str]) -> Any:
+    import datasets
+
+    try:
+        data = datasets.load_dataset(name, split=split)
+    except Exception as error:  # the library raises a dozen kinds, network errors among them
+        reason = str(error).strip().splitlines()
+        raise DataError(
+            f"{name}: no such file or folder, and as a hub data set it can't be loaded{f' (split {split})' if split else ''}: "
+            f"{reason[0] if reason else type(error).__name__}"
+        ) from error
+    return _choose_split(data, None, default_splits, name) if isinstance(data, datasets.DatasetDict) else data
+
+
+def _choose_split(data: Any, split: str | None, default_splits: Sequence[str], name: str) -> Any:
+    wanted = split or next((one for one in default_splits if one in data), None)
+    if wanted is None and len(data) == 1:
+        wanted = next(iter(data))
+    if wanted not in data:
+        raise DataError(
+            f"{name}: has no split {wanted or ' or '.join(default_splits)}. It has: {', '.join(data)}. Choose with `split`."
+        )
+    return data[wanted]
