@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import accord
+
 LIBRARIES = ("accord", "torch", "transformers", "tokenizers", "peft", "safetensors", "datasets", "numpy")
 
 
@@ -17,8 +19,8 @@ def versions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            if name == "accord":
-                found[name] = "source"
+            if name == "accord":  # run from its source, not installed
+                found[name] = accord.__version__
     return found
 
 

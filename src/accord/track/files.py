@@ -31,6 +31,8 @@ def json_line(value: Any) -> bytes:
     """One line of UTF-8 JSON, always valid: no NaN, no Infinity, and lone surrogates are escaped."""
     value = plain(value)
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    for separator in "\x85\u2028\u2029":  # JSON allows them raw, but many readers of lines would break there
+        text = text.replace(separator, f"\\u{ord(separator):04x}")
     try:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:

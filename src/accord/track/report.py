@@ -271,11 +271,12 @@ def samples_view(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def sample_view(sample: Mapping[str, Any]) -> dict[str, Any]:
     """One sample: its texts, and its other values as short labels."""
     hidden = ("stage", "step", "prompt", "response", "split", "token_ids", "logprobs", "reference", "meta")
-    chips = [
-        f"{key.replace('_', ' ')} {number(value) if _is_number(value) else value}"
-        for key, value in sample.items()
-        if key not in hidden and _short(value)
-    ]
+    chips = []
+    for key, value in sample.items():
+        if key in hidden or value is False or not _short(value):
+            continue
+        name = key.replace("_", " ")
+        chips.append(name if value is True else f"{name} {number(value) if _is_number(value) else value}")
     reference = sample.get("reference")
     return {
         "step": _step(sample),

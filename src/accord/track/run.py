@@ -170,7 +170,7 @@ class RunFolder:
             _remove_tree(self.folder / name)
         if self.stage == "pipeline":
             for name in STAGES:
-                if (self.folder / name / "config.yaml").exists():
+                if _is_run(self.folder / name):
                     _remove_tree(self.folder / name)
         self.config_path.unlink(missing_ok=True)
 

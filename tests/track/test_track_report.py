@@ -1,0 +1,263 @@
+"""The report: it is written for finished, unfinished, broken and strange runs, and shows what a reader looks for."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from accord.commands.report import report
+from accord.errors import UserError
+from accord.track import open_run
+from accord.track.metrics import charts_of, read_series
+from accord.track.report import judge_table, read_stage, remarks, samples_view, tiles, time_split, write_report
+
+
+def make_run(folder: Path, stage: str, rows: list[dict], samples: list[dict] = (), summary: dict | None = None) -> Path:
+    run = open_run(
+        {"run": {"dir": str(folder)}, "model": {"path": "base <model>"}, "pipeline": {"stages": ["sft", "ppo"]}}, stage, folder
+    )
+    run.begin()
+    base = {"stage": stage, "epoch": 0.0}
+    run.metrics_path.write_text(
+        "".join(json.dumps({**base, "wall_s": 2.0 * row["step"], **row}) + "\n" for row in rows), encoding="utf-8"
+    )
+    if samples:
+        run.samples_path.write_text(
+            "".join(json.dumps({"stage": stage, **sample}, ensure_ascii=False) + "\n" for sample in samples), encoding="utf-8"
+        )
+    if summary is not None:
+        run.finish(summary)
+    run.close()
+    return folder
+
+
+def ppo_rows(steps: int = 30) -> list[dict]:
+    train = [
+        {
+            "split": "train",
+            "step": step,
+            "ppo/score": step / steps,
+            "ppo/kl": 0.2 * step,
+            "ppo/eos_rate": 0.9,
+            "time/generate": 3.0,
+            "time/train": 1.0,
+            "time/step": 4.5,
+            "train/lr": 1e-5,
+            "ppo/response_length": 20 + step,
+            "ppo/response_length/min": 2,
+            "ppo/response_length/max": 60,
+        }
+        for step in range(1, steps + 1)
+    ]
+    return [{"split": "eval", "step": 0, "ppo/score": -1.0}, *train, {"split": "eval", "step": steps, "ppo/score": 1.5}]
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced and collects the text, the ids and what would be loaded from elsewhere."""
+
+    VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open, self.text, self.ids, self.loads = [], [], [], []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self._note(tag, dict(attributes))
+
+    def handle_startendtag(self, tag, attributes):
+        self._note(tag, dict(attributes))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def _note(self, tag, attributes):
+        if "id" in attributes:
+            self.ids.append(attributes["id"])
+        if tag in ("script", "link", "iframe", "object", "img") or str(attributes.get("src", "")).strip():
+            self.loads.append((tag, attributes))
+
+
+def page(folder: Path) -> Page:
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_a_ppo_run_shows_its_curves_kl_against_reward_time_and_samples(tmp_path, capsys):
+    samples = [
+        {"step": step, "prompt": f"问题 {i}", "response": f"回答 {step} 😊", "score": step / 30}
+        for step in (1, 30)
+        for i in range(4)
+    ]
+    folder = make_run(tmp_path / "p", "ppo", ppo_rows(), samples, {"ppo/score": 1.5})
+    report(str(folder))
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    text = " ".join(page(folder).text)
+    for expected in (
+        "ppo/score",
+        "ppo/kl",
+        "KL against reward",
+        "Where the time went",
+        "generate",
+        "问题 2",
+        "回答 30 😊",
+        "finished",
+        "held-out",
+    ):
+        assert expected in text, expected
+
+
+def test_the_page_is_self_contained_and_its_ids_are_unique(tmp_path):
+    found = page(make_run(tmp_path / "p", "ppo", ppo_rows(), summary={}))
+    assert found.loads == []
+    assert len(found.ids) == len(set(found.ids))
+
+
+def test_text_of_a_run_is_never_markup(tmp_path):
+    evil = "<script>alert(1)</script><img src=x onerror=y>"
+    samples = [{"step": 1, "prompt": [{"role": "user", "content": evil}], "response": evil, evil: evil[:30]}]
+    folder = make_run(
+        tmp_path / "p<b>",
+        "ppo",
+        [*ppo_rows(), {"split": "train", "step": 31, evil: 1.0}, {"split": "train", "step": 32, evil: 2.0}],
+        samples,
+    )
+    found = page(folder)
+    assert found.loads == [] and evil in " ".join(found.text)
+
+
+def test_an_unfinished_run_with_a_torn_line_and_missing_numbers_has_a_report(tmp_path):
+    folder = make_run(
+        tmp_path / "p", "sft", [{"split": "train", "step": s, "sft/loss": None if s == 2 else 1.0 / s} for s in range(1, 6)]
+    )
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"torn')
+    text = " ".join(page(folder).text)
+    assert (
+        "not finished" in text
+        and "last line is of step 5" in text
+        and "1 step(s) have numbers that are not finite (step 2)" in text
+    )
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [{"split": "train", "step": 1, "x": None}], [{"split": "eval", "step": 0, "sft/loss": 1.0}]]
+)
+def test_a_run_with_hardly_any_numbers_has_a_report(tmp_path, rows):
+    assert page(make_run(tmp_path / "p", "sft", rows)).text
+
+
+def test_a_long_run_has_a_small_report(tmp_path):
+    rows = [{"split": "train", "step": s, "sft/loss": 1.0 + (s * 7919 % 1000) / 1000} for s in range(1, 20_001)]
+    assert write_report(make_run(tmp_path / "p", "sft", rows)).stat().st_size < 150_000
+
+
+def test_the_report_of_the_same_run_has_the_same_curves(tmp_path):
+    folder = make_run(tmp_path / "p", "ppo", ppo_rows())
+    first, second = (re.findall(r"<svg.*?</svg>", write_report(folder).read_text(), re.S) for _ in range(2))
+    assert first == second and len(first) >= 4
+
+
+def test_a_pipeline_shows_its_stages_in_order_with_the_judged_scores(tmp_path):
+    root = tmp_path / "quick"
+    config = {"run": {"dir": str(root)}, "pipeline": {"stages": ["sft", "ppo"]}}
+    pipeline = open_run(config, "pipeline", root)
+    pipeline.begin()
+    make_run(root / "ppo", "ppo", ppo_rows(), summary={})
+    make_run(root / "sft", "sft", [{"split": "train", "step": 1, "sft/loss": 1.0}], summary={})
+    (root / "samples.jsonl").write_text(
+        "".join(
+            json.dumps({"stage": stage, "prompt": "1 + 1?", "response": f"{stage} says 2", "score": 1}) + "\n"
+            for stage in ("sft", "ppo")
+        )
+    )
+    pipeline.finish({"judge": {"sft": 0.41, "ppo": 0.78}})
+    found = page(root)
+    text = " ".join(found.text)
+    assert "0.410" in text and "0.780" in text and "sft says 2" in text and "Time by stage" in text
+    assert found.ids.index("sft") < found.ids.index("ppo")
+
+
+def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path):
+    with pytest.raises(UserError, match=r"no run is there .looked for metrics\.jsonl"):
+        report(str(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError):
+        report(str(tmp_path / "empty"))
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_headline_numbers_are_the_held_out_ones_and_say_if_they_became_better(tmp_path):
+    shown = {tile["name"]: tile for tile in tiles(read_stage(make_run(tmp_path / "p", "ppo", ppo_rows())))}
+    assert (shown["score"]["value"], shown["score"]["before"], shown["score"]["trend"]) == ("1.5", "-1", "better")
+    assert shown["score"]["split"] == "held-out" and shown["kl"]["split"] == "training"
+    assert shown["kl"]["trend"] == ""
+
+
+def test_the_time_split_adds_up_to_the_steps(tmp_path):
+    split = time_split(read_stage(make_run(tmp_path / "p", "ppo", ppo_rows())))
+    assert [part["name"] for part in split["parts"]] == ["generate", "train", "not named"]
+    assert sum(part["share"] for part in split["parts"]) == pytest.approx(100, abs=0.1)
+    assert (split["per_step"], split["steps"]) == ("4.5", 30)
+
+
+def test_responses_that_are_cut_are_pointed_out(tmp_path):
+    rows = [{"split": "train", "step": s, "ppo/eos_rate": 0.2, "ppo/repetition": 0.5 if s > 5 else 0.05} for s in range(1, 11)]
+    found = " ".join(remarks(read_stage(make_run(tmp_path / "p", "ppo", rows, summary={}))))
+    assert "Only 20% of the last responses" in found and "Repetition rose" in found
+
+
+def test_the_spread_and_what_belongs_together_share_one_chart(tmp_path):
+    rows = [
+        {
+            "split": "train",
+            "step": 1,
+            "train/lr": 1.0,
+            "dpo/rejected_reward": 0.0,
+            "dpo/chosen_reward": 1.0,
+            "dpo/chosen_reward/min": 0.5,
+            "dpo/chosen_reward/max": 2.0,
+            "dpo/loss": 1.0,
+        }
+    ]
+    curves = read_series(make_run(tmp_path / "p", "dpo", rows) / "metrics.jsonl")
+    assert charts_of("dpo", curves) == [
+        ("dpo", ("dpo/loss",)),
+        ("dpo", ("dpo/chosen_reward", "dpo/rejected_reward")),
+        ("train", ("train/lr",)),
+    ]
+    assert curves["dpo/chosen_reward"]["train"].high == [2.0]
+
+
+def test_samples_of_the_same_prompts_stand_side_by_side_and_others_in_two_lists():
+    same = [{"step": s, "prompt": p, "response": f"{p}{s}"} for s in (1, 5, 9) for p in "abc"]
+    view = samples_view(same)
+    assert [(pair["prompt"], pair["before"]["response"], pair["after"]["response"]) for pair in view["pairs"]] == [
+        (p, f"{p}1", f"{p}9") for p in "abc"
+    ]
+    other = samples_view([{"step": s, "prompt": f"p{s}{i}", "response": "r"} for s in (1, 9) for i in range(3)])
+    assert other["pairs"] == [] and len(other["before"]) == len(other["after"]) == 3
+    assert samples_view([]) is None
+
+
+@pytest.mark.parametrize(
+    ("judge", "names"),
+    [
+        ({"sft": 0.4, "ppo": 0.8}, ["sft", "ppo"]),
+        ({"sft": {"score": 0.4, "kl": 1.0}}, ["sft"]),
+        ({}, None),
+        ("odd", None),
+        ({"sft": None}, None),
+    ],
+)
+def test_judged_scores_may_be_numbers_or_tables(judge, names):
+    table = judge_table(judge)
+    assert (table and [row["name"] for row in table["rows"]]) == names
