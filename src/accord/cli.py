@@ -33,8 +33,12 @@ app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 
 ConfigArgument = Annotated[str | None, typer.Argument(metavar="CONFIG", help="A YAML file or a preset.", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.lr=1e-5.", show_default=False)]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a hub id, a .gguf file or a run.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.lr=1e-5.", show_default=False)
+]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model folder, a hub id, a .gguf file or a run.", show_default=False)
+]
 
 
 def split_config(first: str | None, rest: Sequence[str] | None) -> tuple[str | None, list[str]]:
@@ -43,7 +47,9 @@ def split_config(first: str | None, rest: Sequence[str] | None) -> tuple[str | N
     config = given.pop(0) if given and "=" not in given[0] else None
     for text in given:
         if "=" not in text:
-            raise ConfigError(f"command line  {text}: expected key=value, such as dpo.beta=0.2 (CONFIG comes first, and only one).")
+            raise ConfigError(
+                f"command line  {text}: expected key=value, such as dpo.beta=0.2 (CONFIG comes first, and only one)."
+            )
     return config, given
 
 
@@ -68,7 +74,9 @@ def run(
     config: ConfigArgument = None,
     overrides: Overrides = None,
     actor_model: Annotated[str | None, typer.Option(help="Short for model.path=…", metavar="MODEL", show_default=False)] = None,
-    reward_model: Annotated[str | None, typer.Option(help="Short for reward_model.path=…", metavar="MODEL", show_default=False)] = None,
+    reward_model: Annotated[
+        str | None, typer.Option(help="Short for reward_model.path=…", metavar="MODEL", show_default=False)
+    ] = None,
     deployment_type: Annotated[str | None, typer.Option(help="single_gpu", metavar="TYPE", show_default=False)] = None,
 ) -> None:
     """All stages: sft → reward → ppo (or dpo); any subset with stages=[…]. Finished stages are not redone."""
@@ -122,8 +130,12 @@ def ppo(config: ConfigArgument = None, overrides: Overrides = None) -> None:
 @app.command(short_help="Answer a file of prompts.")
 def generate(
     model: ModelArgument,
-    prompts: Annotated[str, typer.Option(help="Prompts in any format (json, jsonl, csv, txt, …).", metavar="FILE", show_default=False)],
-    out: Annotated[str, typer.Option(help="One JSON object a line, in the order of the input.", metavar="FILE", show_default=False)],
+    prompts: Annotated[
+        str, typer.Option(help="Prompts in any format (json, jsonl, csv, txt, …).", metavar="FILE", show_default=False)
+    ],
+    out: Annotated[
+        str, typer.Option(help="One JSON object a line, in the order of the input.", metavar="FILE", show_default=False)
+    ],
     overrides: Overrides = None,
 ) -> None:
     """Answer a file of prompts. Started again, it goes on where it stopped."""
@@ -227,7 +239,10 @@ def config_schema() -> None:
 
 @config_app.command("explain")
 def config_explain(
-    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A key or a section, e.g. dpo.beta; without it, all sections.", show_default=False)] = "",
+    key: Annotated[
+        str,
+        typer.Argument(metavar="[KEY]", help="A key or a section, e.g. dpo.beta; without it, all sections.", show_default=False),
+    ] = "",
 ) -> None:
     """Say what a key means, what it may be, and its default."""
     from accord.commands.config import explain
@@ -255,6 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _invoke(arguments: list[str]) -> int:
     result = app(args=arguments, prog_name="accord", standalone_mode=False)
+    if result == 130:  # what typer makes of Ctrl-C
+        _say("interrupted")
     return result if isinstance(result, int) else 0
 
 
@@ -295,9 +312,6 @@ def _say(text: str) -> None:
 
 def _usage(error: Exception) -> int | None:
     """The exit code of an error of the command line itself (click's exceptions, known by their methods), after showing it."""
-    if type(error).__name__ == "Abort":
-        _say("interrupted")
-        return 130
     show, code = getattr(error, "show", None), getattr(error, "exit_code", None)
     if callable(show) and isinstance(code, int):
         show()
@@ -316,7 +330,9 @@ def _unexpected(error: Exception) -> int:
         return 1
     what = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
-        _say("error: out of memory. Lower train.max_tokens, or set model.gradient_checkpointing=true or model.lora={}, and start again.")
+        _say(
+            "error: out of memory. Lower train.max_tokens, or set model.gradient_checkpointing=true or model.lora={}, and start again."
+        )
     else:
         _say(f"error: {type(error).__name__}: {what}" if what else f"error: {type(error).__name__}")
     try:

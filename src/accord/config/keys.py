@@ -99,7 +99,9 @@ def options(path: Path) -> list[str]:
     node = node_at(path)
     if node is None:
         return []
-    return [str(word) for branch in _branches(node) for word in ([branch["const"]] if "const" in branch else branch.get("enum", []))]
+    return [
+        str(word) for branch in _branches(node) for word in ([branch["const"]] if "const" in branch else branch.get("enum", []))
+    ]
 
 
 def expected(path: Path) -> str:
@@ -168,7 +170,10 @@ def explanation(path: Path) -> list[str]:
     names = children(path)
     if not path:
         width = max(map(len, names))
-        return [f"{name:<{width}}  {description((name,))}" for name in names] + ["", "accord config explain SECTION lists its keys."]
+        return [f"{name:<{width}}  {description((name,))}" for name in names] + [
+            "",
+            "accord config explain SECTION lists its keys.",
+        ]
     lines = [f"{dotted(path)}: {description(path)}"]
     if not names:
         default = default_text(path)

@@ -53,11 +53,11 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def place_of(path: Path, locations: Locations) -> str:
-    """Where the key, or the innermost section around it, was written ("" in code)."""
+    """Where the key was written, or the innermost section around it, or the first key below it ("" in code)."""
     for length in range(len(path), 0, -1):
         if path[:length] in locations:
             return locations[path[:length]]
-    return ""
+    return next((place for known, place in locations.items() if known[: len(path)] == path), "")
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
@@ -103,7 +103,9 @@ def _refusal(item: Any, values: Any) -> Refusal:
         given = got.get("type") if isinstance(got, dict) else got
         return Refusal((*path, "type"), f"expected model or function, got {shown(given)}.")
     expected = keys.expected(path)
-    text = f"expected {expected}, got {shown(got)}." if expected else f"{item['msg'][0].lower()}{item['msg'][1:]}, got {shown(got)}."
+    text = (
+        f"expected {expected}, got {shown(got)}." if expected else f"{item['msg'][0].lower()}{item['msg'][1:]}, got {shown(got)}."
+    )
     options = keys.options(path)
     if isinstance(got, str) and options and (close := nearest(got, options)):
         text += f" Did you mean {close}?"

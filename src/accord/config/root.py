@@ -78,7 +78,9 @@ class Config(Section):
     run: Run = Field(default=Run(), description="Where a run lives and how it starts again.")
     model: Model = Field(default=Model(), description="The model that is trained (PPO's actor).")
     reference: Reference = Field(default=Reference(), description="The frozen model that DPO and the KL penalty compare with.")
-    reward_model: RewardModel = Field(default=RewardModel(), description="What the stage reward starts from, and what PPO asks for scores.")
+    reward_model: RewardModel = Field(
+        default=RewardModel(), description="What the stage reward starts from, and what PPO asks for scores."
+    )
     critic: Critic = Field(default=Critic(), description="PPO's value function.")
     data: Data = Field(default=Data(), description="What is trained and evaluated on.")
     train: Train = Field(default=Train(), description="The optimizer and its schedule.")
@@ -92,7 +94,8 @@ class Config(Section):
     generate: Generate = Field(default=Generate(), description="How answers are sampled.")
     pipeline: Pipeline = Field(default=Pipeline(), description="What `accord run` does.")
     stages: dict[StageName, dict[str, Any]] = Field(
-        default={}, description="Overrides of any section for one stage: {sft: {train: {lr: 2.0e-5}}, ppo: {model: {lora: null}}}."
+        default={},
+        description="Overrides of any section for one stage: {sft: {train: {lr: 2.0e-5}}, ppo: {model: {lora: null}}}.",
     )
     track: Track = Field(default=Track(), description="What is recorded beside metrics.jsonl.")
 
@@ -172,7 +175,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, Config):
         return copy.deepcopy(value._raw)
     if isinstance(value, BaseModel):
-        return plain({key: getattr(value, key) for key in value.model_fields_set} | ({"type": value.type} if hasattr(value, "type") else {}))
+        return plain(
+            {key: getattr(value, key) for key in value.model_fields_set}
+            | ({"type": value.type} if hasattr(value, "type") else {})
+        )
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

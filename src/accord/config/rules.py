@@ -32,9 +32,14 @@ def broken(config: Config) -> list[Refusal]:
 def a_model_is_loaded_or_new(config: Config) -> Iterator[Refusal]:
     model = config.model
     if model.path is not None and model.from_scratch is not None:
-        yield Refusal(("model", "from_scratch"), "a model is either loaded (model.path) or new (model.from_scratch). Set one of them to null.")
+        yield Refusal(
+            ("model", "from_scratch"),
+            "a model is either loaded (model.path) or new (model.from_scratch). Set one of them to null.",
+        )
     if model.from_scratch is not None and model.lora is not None:
-        yield Refusal(("model", "lora"), "adapters on random frozen weights learn nothing. Set model.lora=null or give model.path.")
+        yield Refusal(
+            ("model", "lora"), "adapters on random frozen weights learn nothing. Set model.lora=null or give model.path."
+        )
     if model.from_scratch is not None and model.revision is not None:
         yield Refusal(("model", "revision"), "a new model has no revision. Remove it.")
 
@@ -45,9 +50,14 @@ def heads_divide_the_width(config: Config) -> Iterator[Refusal]:
     if new is None:
         return
     if new.hidden_size % new.num_heads:
-        yield Refusal(("model", "from_scratch", "num_heads"), f"{new.num_heads} heads do not divide hidden_size {new.hidden_size}.")
+        yield Refusal(
+            ("model", "from_scratch", "num_heads"), f"{new.num_heads} heads do not divide hidden_size {new.hidden_size}."
+        )
     if new.num_kv_heads is not None and new.num_heads % new.num_kv_heads:
-        yield Refusal(("model", "from_scratch", "num_kv_heads"), f"{new.num_kv_heads} key-value heads do not divide num_heads {new.num_heads}.")
+        yield Refusal(
+            ("model", "from_scratch", "num_kv_heads"),
+            f"{new.num_kv_heads} key-value heads do not divide num_heads {new.num_heads}.",
+        )
 
 
 @rule
@@ -73,7 +83,8 @@ def the_shortest_answer_is_not_longer_than_the_longest(config: Config) -> Iterat
     generate = config.generate
     if generate.min_new_tokens > generate.max_new_tokens:
         yield Refusal(
-            ("generate", "min_new_tokens"), f"{generate.min_new_tokens} is more than generate.max_new_tokens {generate.max_new_tokens}."
+            ("generate", "min_new_tokens"),
+            f"{generate.min_new_tokens} is more than generate.max_new_tokens {generate.max_new_tokens}.",
         )
 
 
@@ -97,13 +108,18 @@ def kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[Refusal]:
 def an_adaptive_controller_needs_something_to_adapt(config: Config) -> Iterator[Refusal]:
     kl = config.ppo.kl
     if kl.controller == "adaptive" and kl.coef == 0:
-        yield Refusal(("ppo", "kl", "coef"), "the adaptive controller multiplies the coefficient and 0 stays 0. Start at 0.05, or use controller=fixed.")
+        yield Refusal(
+            ("ppo", "kl", "coef"),
+            "the adaptive controller multiplies the coefficient and 0 stays 0. Start at 0.05, or use controller=fixed.",
+        )
 
 
 @rule
 def label_smoothing_is_for_the_sigmoid_loss(config: Config) -> Iterator[Refusal]:
     if config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0:
-        yield Refusal(("dpo", "label_smoothing"), "the ipo loss has no label smoothing. Set it to 0, or use dpo.loss_type=sigmoid.")
+        yield Refusal(
+            ("dpo", "label_smoothing"), "the ipo loss has no label smoothing. Set it to 0, or use dpo.loss_type=sigmoid."
+        )
 
 
 @rule
@@ -125,9 +141,14 @@ def a_mini_batch_is_not_empty(config: Config) -> Iterator[Refusal]:
 @rule
 def ptx_needs_data_and_a_weight(config: Config) -> Iterator[Refusal]:
     if config.ppo.ptx_coef > 0 and config.ppo.ptx_data is None:
-        yield Refusal(("ppo", "ptx_data"), "ppo.ptx_coef is set but there is no PTX data. Give ppo.ptx_data, or set ppo.ptx_coef=0.")
+        yield Refusal(
+            ("ppo", "ptx_data"), "ppo.ptx_coef is set but there is no PTX data. Give ppo.ptx_data, or set ppo.ptx_coef=0."
+        )
     if config.ppo.ptx_data is not None and config.ppo.ptx_coef == 0:
-        yield Refusal(("ppo", "ptx_coef"), "ppo.ptx_data is given but weighs nothing. Set ppo.ptx_coef (InstructGPT: 27.8), or remove the data.")
+        yield Refusal(
+            ("ppo", "ptx_coef"),
+            "ppo.ptx_data is given but weighs nothing. Set ppo.ptx_coef (InstructGPT: 27.8), or remove the data.",
+        )
 
 
 @rule
@@ -138,7 +159,10 @@ def the_best_model_needs_its_metric(config: Config) -> Iterator[Refusal]:
     prefix = metric.partition("/")[0]
     known = ("sft", "reward", "dpo", "ppo")
     if "/" not in metric or prefix not in known:
-        yield Refusal(("eval", "best_metric"), f"{metric!r} is no metric of a stage. Names look like dpo/reward_accuracy, sft/loss, ppo/score.")
+        yield Refusal(
+            ("eval", "best_metric"),
+            f"{metric!r} is no metric of a stage. Names look like dpo/reward_accuracy, sft/loss, ppo/score.",
+        )
     elif config.stage is not None and prefix != config.stage:
         yield Refusal(
             ("eval", "best_metric"),
@@ -154,7 +178,10 @@ def stages_run_in_an_order_that_hands_on(config: Config) -> Iterator[Refusal]:
     order = {"sft": 0, "reward": 1, "dpo": 2, "ppo": 2}
     ranks = [order[stage] for stage in stages]
     if ranks != sorted(ranks):
-        yield Refusal(("pipeline", "stages"), "a later stage starts from an earlier one's model: the order is sft, reward, then dpo and ppo.")
+        yield Refusal(
+            ("pipeline", "stages"),
+            "a later stage starts from an earlier one's model: the order is sft, reward, then dpo and ppo.",
+        )
 
 
 @rule
@@ -186,9 +213,14 @@ def missing_for_stage(config: Config, *, first: bool = True, has_reward_model: b
     stage, model = config.stage, config.model
     loads = config.reward_model.path if stage == "reward" else None
     if first and model.path is None and model.from_scratch is None and loads is None:
-        yield Refusal(("model", "path"), "is needed: a model folder, a hub id, a run or a .gguf file. Or describe a new one in model.from_scratch.")
+        yield Refusal(
+            ("model", "path"),
+            "is needed: a model folder, a hub id, a run or a .gguf file. Or describe a new one in model.from_scratch.",
+        )
     if config.data.train is None:
-        yield Refusal(("data", "train"), f"is needed: no source has rows for stage {stage}. Give a path, a hub id, or a list of sources.")
+        yield Refusal(
+            ("data", "train"), f"is needed: no source has rows for stage {stage}. Give a path, a hub id, or a list of sources."
+        )
     asks_model = any(source.type == "model" for source in config.ppo.rewards)
     if stage == "ppo" and asks_model and config.reward_model.path is None and not has_reward_model:
         yield Refusal(

@@ -55,10 +55,16 @@ class FromScratch(Section):
     hidden_size: Count = Field(description="Width of the residual stream.")
     num_layers: Count = Field(description="Number of transformer layers.")
     num_heads: Count = Field(description="Number of attention heads; divides hidden_size.")
-    vocab_size: Annotated[int, Field(ge=260)] = Field(description="Tokens of the byte-level BPE tokenizer (256 bytes + 4 special and up).")
-    intermediate_size: Count | None = Field(default=None, description="Width of the MLP; null: the architecture's usual multiple of hidden_size.")
+    vocab_size: Annotated[int, Field(ge=260)] = Field(
+        description="Tokens of the byte-level BPE tokenizer (256 bytes + 4 special and up)."
+    )
+    intermediate_size: Count | None = Field(
+        default=None, description="Width of the MLP; null: the architecture's usual multiple of hidden_size."
+    )
     num_kv_heads: Count | None = Field(default=None, description="Number of key-value heads; null: num_heads.")
-    max_length: Count | None = Field(default=None, description="Longest sequence the model can hold; null: the architecture's default.")
+    max_length: Count | None = Field(
+        default=None, description="Longest sequence the model can hold; null: the architecture's default."
+    )
 
 
 class Lora(Section):
@@ -76,17 +82,27 @@ class Lora(Section):
 class Model(Section):
     """The model that is trained (PPO's actor)."""
 
-    path: Text | None = Field(default=None, description="Model folder, run folder, .gguf file, hub id, or demo:base (the shipped tiny model).")
+    path: Text | None = Field(
+        default=None, description="Model folder, run folder, .gguf file, hub id, or demo:base (the shipped tiny model)."
+    )
     revision: Text | None = Field(default=None, description="Branch, tag or commit of a hub model.")
-    dtype: Dtype = Field(default="float32", description="Type of frozen weights (reference, LoRA base); trained weights are always float32.")
+    dtype: Dtype = Field(
+        default="float32", description="Type of frozen weights (reference, LoRA base); trained weights are always float32."
+    )
     chat_template: Text | None = Field(
         default=None,
         description="Chat template to use and to save with the model: chatml, llama3, human-assistant, alpaca, or a .jinja file; "
         "null: the tokenizer's own.",
     )
-    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model. Only for models you trust.")
-    gradient_checkpointing: bool = Field(default=False, description="Compute activations again in the backward pass: less memory, more time.")
-    disable_dropout: bool = Field(default=True, description="Set every dropout of the model to 0, so that old and new log-probabilities agree.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that comes with the model. Only for models you trust."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Compute activations again in the backward pass: less memory, more time."
+    )
+    disable_dropout: bool = Field(
+        default=True, description="Set every dropout of the model to 0, so that old and new log-probabilities agree."
+    )
     from_scratch: FromScratch | None = Field(default=None, description="Make a new model instead of loading model.path.")
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights; {} takes the defaults.")
 
@@ -95,7 +111,8 @@ class Reference(Section):
     """The frozen model that DPO and the KL penalty compare with."""
 
     path: Text | None = Field(
-        default="${model.path}", description="Where it is loaded from; with model.lora: the adapter as it was at the start, else the base."
+        default="${model.path}",
+        description="Where it is loaded from; with model.lora: the adapter as it was at the start, else the base.",
     )
     dtype: Dtype = Field(default="${model.dtype}", description="Type of its weights.")  # type: ignore[arg-type]
 
@@ -109,13 +126,17 @@ class RewardModel(Section):
         "A pipeline fills it in for PPO.",
     )
     dtype: Dtype = Field(default="${model.dtype}", description="Type of its weights where it is frozen (PPO).")  # type: ignore[arg-type]
-    max_length: Count | None = Field(default=None, description="Longest prompt + answer it scores, in its own tokens; null: its context.")
+    max_length: Count | None = Field(
+        default=None, description="Longest prompt + answer it scores, in its own tokens; null: its context."
+    )
 
 
 class Critic(Section):
     """PPO's value function."""
 
-    path: Text | None = Field(default="${reward_model.path}", description="What it starts from; null: model.path with a new head.")
+    path: Text | None = Field(
+        default="${reward_model.path}", description="What it starts from; null: model.path with a new head."
+    )
     lr: Positive = Field(default=5.0e-6, description="Its own learning rate.")
     warmup_steps: Natural = Field(default=0, description="PPO steps at the start in which only the critic learns.")
 
@@ -127,7 +148,9 @@ class Source(Section):
     """One place where rows come from."""
 
     path: Text = Field(description="File, folder, hub id, '-' (standard input) or demo:NAME.")
-    split: Text | None = Field(default=None, description="Split of a datasets folder or a hub data set; null: train (valid: validation or test).")
+    split: Text | None = Field(
+        default=None, description="Split of a datasets folder or a hub data set; null: train (valid: validation or test)."
+    )
     max_rows: Count | None = Field(default=None, description="Use only so many rows, the first ones.")
     stages: Annotated[tuple[StageName, ...], Strict(False), Field(min_length=1)] | None = Field(
         default=None, description="Stages that read this source; null: all."
@@ -151,16 +174,23 @@ Sources = Annotated[Annotated[tuple[Source, ...], Strict(False), Field(min_lengt
 class Data(Section):
     """What is trained and evaluated on."""
 
-    train: Sources = Field(default=None, description="A path, a hub id, or a list of sources {path, split, max_rows, stages, format, columns}.")
+    train: Sources = Field(
+        default=None, description="A path, a hub id, or a list of sources {path, split, max_rows, stages, format, columns}."
+    )
     valid: Sources = Field(default=None, description="Validation data, like data.train; null: data.holdout of the training data.")
     holdout: ProperShare = Field(default=0.02, description="Share of the prompts kept for validation where data.valid is null.")
     format: FormatName | Literal["auto"] = Field(default="auto", description="Format of the rows; auto: found out by their keys.")
     columns: dict[str, str] = Field(default={}, description="Which column holds what: {prompt: question, chosen: good, …}.")
-    max_length: Count = Field(default=1024, description="Longest sequence (prompt and answer) in tokens; for PPO: longest prompt.")
-    truncate: Literal["drop", "left", "right"] = Field(
-        default="drop", description="What is done with longer ones: leave out (counted), cut the oldest turns of the prompt, cut the end."
+    max_length: Count = Field(
+        default=1024, description="Longest sequence (prompt and answer) in tokens; for PPO: longest prompt."
     )
-    on_bad_row: Literal["fail", "drop"] = Field(default="fail", description="An unreadable row ends the run before it starts, or is left out (counted).")
+    truncate: Literal["drop", "left", "right"] = Field(
+        default="drop",
+        description="What is done with longer ones: leave out (counted), cut the oldest turns of the prompt, cut the end.",
+    )
+    on_bad_row: Literal["fail", "drop"] = Field(
+        default="fail", description="An unreadable row ends the run before it starts, or is left out (counted)."
+    )
     shuffle: bool = Field(default=True, description="A new order in every epoch, by run.seed.")
     cache: bool = Field(default=True, description="Keep the tokenised data on disk ($ACCORD_CACHE or ~/.cache/accord).")
 
@@ -171,26 +201,41 @@ class Data(Section):
 class Train(Section):
     """The optimizer and its schedule."""
 
-    batch_size: Count = Field(default=32, description="Examples (sequences, pairs, prompts) of one optimizer step; of one experience in PPO.")
-    max_tokens: Count = Field(default=4096, description="Token budget of one pack: what is computed at once. Lower it when memory is short.")
-    epochs: Positive = Field(default=1, description="Passes over the training data.")
-    max_steps: Count | None = Field(default=None, description="Stop after so many steps, however many epochs that is; null: train.epochs.")
-    lr: Positive | None = Field(
-        default=None, description="Learning rate; null: sft 1e-5, reward 5e-6, dpo 1e-6 (0.5–5e-6 is usual), ppo 1e-6; ten times that with LoRA."
+    batch_size: Count = Field(
+        default=32, description="Examples (sequences, pairs, prompts) of one optimizer step; of one experience in PPO."
     )
-    lr_schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape of the decay after the warm-up.")
+    max_tokens: Count = Field(
+        default=4096, description="Token budget of one pack: what is computed at once. Lower it when memory is short."
+    )
+    epochs: Positive = Field(default=1, description="Passes over the training data.")
+    max_steps: Count | None = Field(
+        default=None, description="Stop after so many steps, however many epochs that is; null: train.epochs."
+    )
+    lr: Positive | None = Field(
+        default=None,
+        description="Learning rate; null: sft 1e-5, reward 5e-6, dpo 1e-6 (0.5–5e-6 is usual), ppo 1e-6; ten times that with LoRA.",
+    )
+    lr_schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="Shape of the decay after the warm-up."
+    )
     warmup_ratio: Share = Field(default=0.1, description="Share of the steps in which the rate rises to train.lr.")
     min_lr_ratio: Share = Field(default=0.1, description="Where the decay ends, as a share of train.lr.")
     weight_decay: NonNegative = Field(default=0.0, description="AdamW's decoupled decay, on matrices only.")
-    betas: Annotated[tuple[ProperShare, ProperShare], Strict(False)] = Field(default=(0.9, 0.95), description="Adam's two decay rates.")
+    betas: Annotated[tuple[ProperShare, ProperShare], Strict(False)] = Field(
+        default=(0.9, 0.95), description="Adam's two decay rates."
+    )
     eps: Positive = Field(default=1.0e-8, description="Adam's ε.")
     max_grad_norm: Positive = Field(default=1.0, description="The gradient of a step is scaled down to this norm.")
-    precision: Literal["float32", "bf16"] = Field(default="float32", description="bf16: compute in bfloat16 over float32 master weights.")
+    precision: Literal["float32", "bf16"] = Field(
+        default="float32", description="bf16: compute in bfloat16 over float32 master weights."
+    )
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        default=None, description="Keep an exponential moving average of the weights (0.992 is DeepSpeed-Chat's), saved beside the model."
+        default=None,
+        description="Keep an exponential moving average of the weights (0.992 is DeepSpeed-Chat's), saved beside the model.",
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="A loss or gradient that is not finite ends the run, or skips the step (counted; five in a row end the run)."
+        default="stop",
+        description="A loss or gradient that is not finite ends the run, or skips the step (counted; five in a row end the run).",
     )
 
 
@@ -199,10 +244,14 @@ class Eval(Section):
 
     at_start: bool = Field(default=True, description="Evaluate before the first update.")
     every_steps: Count | None = Field(default=None, description="Evaluate every so many steps.")
-    every_epochs: Positive | None = Field(default=1, description="Evaluate every so many epochs; the end of the run is always evaluated.")
+    every_epochs: Positive | None = Field(
+        default=1, description="Evaluate every so many epochs; the end of the run is always evaluated."
+    )
     every_seconds: Positive | None = Field(default=None, description="Evaluate when so much time has gone by.")
     max_examples: Count | None = Field(default=None, description="Use only so many held-out examples, always the same ones.")
-    best_metric: Text | None = Field(default=None, description="Keep the model with the best value of this metric at RUN/best, e.g. dpo/reward_accuracy.")
+    best_metric: Text | None = Field(
+        default=None, description="Keep the model with the best value of this metric at RUN/best, e.g. dpo/reward_accuracy."
+    )
 
 
 class Checkpoint(Section):
@@ -227,7 +276,9 @@ class Export(Section):
 class SFT(Section):
     """Supervised fine-tuning."""
 
-    train_on: Literal["assistant", "last", "all"] = Field(default="assistant", description="Every assistant turn, the last one, or every token.")
+    train_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant", description="Every assistant turn, the last one, or every token."
+    )
     label_smoothing: ProperShare = Field(default=0.0, description="Share of the target given to all tokens alike.")
     neftune_alpha: Positive | None = Field(default=None, description="Noise on the embeddings (Jain et al. 2023); 5 is usual.")
 
@@ -235,25 +286,39 @@ class SFT(Section):
 class Reward(Section):
     """Reward model."""
 
-    loss_type: Literal["pairwise", "mse"] = Field(default="pairwise", description="pairwise: Bradley–Terry on preferences. mse: regression on scores.")
-    center_coefficient: NonNegative = Field(default=0.0, description="Pulls the sum of a pair's scores to 0 (Eisenstein et al. 2023); 0.01 is usual.")
+    loss_type: Literal["pairwise", "mse"] = Field(
+        default="pairwise", description="pairwise: Bradley–Terry on preferences. mse: regression on scores."
+    )
+    center_coefficient: NonNegative = Field(
+        default=0.0, description="Pulls the sum of a pair's scores to 0 (Eisenstein et al. 2023); 0.01 is usual."
+    )
 
 
 class DPO(Section):
     """Direct preference optimisation (Rafailov et al. 2023)."""
 
-    loss_type: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="sigmoid: DPO. ipo: squared loss on the mean log-ratio (Azar et al. 2023).")
+    loss_type: Literal["sigmoid", "ipo"] = Field(
+        default="sigmoid", description="sigmoid: DPO. ipo: squared loss on the mean log-ratio (Azar et al. 2023)."
+    )
     beta: Positive = Field(default=0.1, description="Strength of the pull towards the reference; 0.05–0.5 is usual.")
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(default=0.0, description="Assumed share of swapped labels (cDPO); sigmoid only.")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="Assumed share of swapped labels (cDPO); sigmoid only."
+    )
 
 
 class KL(Section):
     """The penalty that keeps the policy near the reference (ALGORITHMS §4)."""
 
     coef: NonNegative = Field(default=0.05, description="β; 0: no penalty.")
-    estimator: Literal["k1", "k2", "k3", "abs"] = Field(default="k1", description="d = log π_old - log π_ref: k1 d, k2 ½d², k3 e^-d - 1 + d, abs |d|.")
-    place: Literal["reward", "loss"] = Field(default="reward", description="Subtract it from each token's reward, or add it to the loss.")
-    controller: Literal["fixed", "adaptive"] = Field(default="fixed", description="adaptive: β follows ppo.kl.target (Ziegler et al. 2019).")
+    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+        default="k1", description="d = log π_old - log π_ref: k1 d, k2 ½d², k3 e^-d - 1 + d, abs |d|."
+    )
+    place: Literal["reward", "loss"] = Field(
+        default="reward", description="Subtract it from each token's reward, or add it to the loss."
+    )
+    controller: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="adaptive: β follows ppo.kl.target (Ziegler et al. 2019)."
+    )
     target: Positive = Field(default=6.0, description="KL per response the adaptive controller steers to.")
     horizon: Count = Field(default=10000, description="Episodes in which the adaptive controller acts.")
 
@@ -271,7 +336,9 @@ class FunctionReward(Section):
     type: Literal["function"] = Field(default="function", description="A Python function.")
     path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")] = Field(description="module:function")
     weight: float = Field(default=1.0, description="What the score counts for in the sum.")
-    fallback: float | None = Field(default=None, description="Score of a sample on which the function fails; null: the run stops and names the sample.")
+    fallback: float | None = Field(
+        default=None, description="Score of a sample on which the function fails; null: the run stops and names the sample."
+    )
 
 
 RewardSource = Annotated[ModelReward | FunctionReward, Field(discriminator="type")]
@@ -295,13 +362,23 @@ class PPO(Section):
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     kl: KL = Field(default=KL(), description="The KL penalty.")
     normalize_score: bool = Field(default=False, description="Divide scores by their running mean and deviation.")
-    clip_reward: Positive | None = Field(default=5.0, description="Scores are clipped to ± this, after normalisation; null: no clip.")
-    missing_eos_penalty: NonNegative = Field(default=0.0, description="Subtracted from the score of an answer cut by the length limit.")
-    target_kl: Positive | None = Field(default=None, description="Stop an experience's epochs when the approximate KL exceeds this.")
+    clip_reward: Positive | None = Field(
+        default=5.0, description="Scores are clipped to ± this, after normalisation; null: no clip."
+    )
+    missing_eos_penalty: NonNegative = Field(
+        default=0.0, description="Subtracted from the score of an answer cut by the length limit."
+    )
+    target_kl: Positive | None = Field(
+        default=None, description="Stop an experience's epochs when the approximate KL exceeds this."
+    )
     ratio_threshold: Positive | None = Field(default=10.0, description="Skip a mini-batch whose mean ratio exceeds this.")
-    ptx_coef: NonNegative = Field(default=0.0, description="Weight of the SFT loss on ppo.ptx_data in each step (InstructGPT: 27.8).")
+    ptx_coef: NonNegative = Field(
+        default=0.0, description="Weight of the SFT loss on ppo.ptx_data in each step (InstructGPT: 27.8)."
+    )
     ptx_data: Sources = Field(default=None, description="Demonstrations or plain text for the PTX mix, like data.train.")
-    aggregation: Literal["token"] = Field(default="token", description="The loss is the mean over all response tokens of the step.")
+    aggregation: Literal["token"] = Field(
+        default="token", description="The loss is the mean over all response tokens of the step."
+    )
     rewards: Annotated[tuple[RewardSource, ...], Strict(False), Field(min_length=1)] = Field(
         default=(ModelReward(),), description="Where scores come from; they are added by weight."
     )
@@ -313,10 +390,14 @@ class Generate(Section):
     max_new_tokens: Count = Field(default=256, description="Longest answer.")
     min_new_tokens: Natural = Field(default=0, description="No answer ends before so many tokens.")
     temperature: NonNegative = Field(default=1.0, description="0: always the most likely token.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Sample from the smallest set with this much probability.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Sample from the smallest set with this much probability."
+    )
     top_k: Natural = Field(default=0, description="Sample from the k most likely tokens; 0: all.")
     min_p: ProperShare = Field(default=0.0, description="Leave out tokens less likely than this share of the most likely one.")
-    repetition_penalty: Positive = Field(default=1.0, description="Divides the logits of tokens that have occurred (Keskar et al. 2019).")
+    repetition_penalty: Positive = Field(
+        default=1.0, description="Divides the logits of tokens that have occurred (Keskar et al. 2019)."
+    )
     stop: Annotated[tuple[Text, ...], Strict(False)] = Field(default=(), description="Strings that end an answer.")
     seed: Natural | None = Field(default=None, description="Seed of the sampling; null: run.seed.")
 
@@ -328,7 +409,8 @@ class Pipeline(Section):
     """What `accord run` does."""
 
     stages: Annotated[tuple[StageName, ...], Strict(False), Field(min_length=1)] = Field(
-        default=("sft", "reward", "ppo"), description="The stages to run, in this order; `stages=[…]` on the command line is short for it."
+        default=("sft", "reward", "ppo"),
+        description="The stages to run, in this order; `stages=[…]` on the command line is short for it.",
     )
     judge: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")] | None = Field(
         default=None, description="module:function that scores answers of every stage's model at the end (0 to 1)."

@@ -72,6 +72,8 @@ class _Builder:
     def value(self, node: Node, path: Path) -> Any:
         if isinstance(node, ScalarNode):
             return self._scalar(node)
+        if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            raise self._odd_tag(node)
         if id(node) in self.open:
             raise ConfigError(f"{self._place(node)}  an alias refers to the mapping or list it stands in.")
         self.open.add(id(node))
@@ -117,8 +119,13 @@ class _Builder:
         if kind == "int":
             return int(node.value)
         if kind == "float":
-            return float(node.value.replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf").lower().replace(".nan", "nan"))
-        raise ConfigError(f"{self._place(node)}  the tag {node.tag} is not understood. Write plain values.")
+            return float(
+                node.value.replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf").lower().replace(".nan", "nan")
+            )
+        raise self._odd_tag(node)
+
+    def _odd_tag(self, node: Node) -> ConfigError:
+        return ConfigError(f"{self._place(node)}  the tag {node.tag} is not understood. Write plain values.")
 
     def _place(self, node: Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"

@@ -1,0 +1,54 @@
+"""Each impossible combination is refused with a cure; the nearest possible one is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from accord.config import Config, ConfigError
+
+SCRATCH = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 512}
+
+
+@pytest.mark.parametrize(
+    ("stage", "bad", "message", "good"),
+    [
+        (None, {"model": {"path": "a", "from_scratch": SCRATCH}}, "either loaded", {"model": {"from_scratch": SCRATCH}}),
+        (None, {"model": {"from_scratch": SCRATCH, "lora": {}}}, "learn nothing", {"model": {"path": "a", "lora": {}}}),
+        (None, {"model": {"from_scratch": SCRATCH, "revision": "v"}}, "no revision", {"model": {"path": "a", "revision": "v"}}),
+        (None, {"model": {"from_scratch": SCRATCH | {"num_heads": 5}}}, "do not divide", {"model": {"from_scratch": SCRATCH | {"num_heads": 8}}}),
+        (None, {"model": {"from_scratch": SCRATCH | {"num_kv_heads": 3}}}, "do not divide", {"model": {"from_scratch": SCRATCH | {"num_kv_heads": 2}}}),
+        (None, {"train": {"max_tokens": 1000}}, "Raise train.max_tokens to 1024 or lower data.max_length to 1000", {"train": {"max_tokens": 1024}}),
+        ("ppo", {"train": {"max_tokens": 1200}}, "Raise train.max_tokens to 1280", {"train": {"max_tokens": 1280}}),
+        (None, {"generate": {"min_new_tokens": 300}}, "more than generate.max_new_tokens 256", {"generate": {"min_new_tokens": 256}}),
+        ("ppo", {"generate": {"temperature": 0}}, "learns from samples", {"generate": {"temperature": 0.7}}),
+        (None, {"ppo": {"kl": {"place": "loss"}}}, "Use ppo.kl.estimator=k3", {"ppo": {"kl": {"place": "loss", "estimator": "k2"}}}),
+        (None, {"ppo": {"kl": {"controller": "adaptive", "coef": 0}}}, "0 stays 0", {"ppo": {"kl": {"coef": 0}}}),
+        (None, {"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}, "no label smoothing", {"dpo": {"label_smoothing": 0.1}}),
+        (None, {"dpo": {"label_smoothing": 0.5}}, "less than 0.5", {"dpo": {"label_smoothing": 0.49}}),
+        (None, {"reward": {"loss_type": "mse", "center_coefficient": 0.1}}, "acts on pairs", {"reward": {"center_coefficient": 0.1}}),
+        (None, {"train": {"batch_size": 2}, "ppo": {"mini_batches": 3}}, "can't be divided", {"train": {"batch_size": 2}, "ppo": {"mini_batches": 4, "samples_per_prompt": 2}}),
+        (None, {"ppo": {"ptx_coef": 1}}, "no PTX data", {"ppo": {"ptx_coef": 1, "ptx_data": "a.jsonl"}}),
+        (None, {"ppo": {"ptx_data": "a.jsonl"}}, "weighs nothing", {"ppo": {"ptx_coef": 1, "ptx_data": ["a.jsonl"]}}),
+        (None, {"eval": {"best_metric": "accuracy"}}, "no metric of a stage", {"eval": {"best_metric": "dpo/loss"}}),
+        ("sft", {"eval": {"best_metric": "dpo/loss"}}, "stages.dpo.eval.best_metric=dpo/loss", {"eval": {"best_metric": "sft/loss"}}),
+        (None, {"pipeline": {"stages": ["sft", "sft"]}}, "names one twice", {"pipeline": {"stages": ["sft"]}}),
+        (None, {"pipeline": {"stages": ["ppo", "reward"]}}, "the order is", {"pipeline": {"stages": ["sft", "reward", "ppo", "dpo"]}}),
+        (None, {"pipeline": {"judge": "a:b"}}, "go together", {"pipeline": {"judge": "a:b", "judge_prompts": "demo:heldout"}}),
+        (None, {"stages": {"sft": {"run": {"dir": "x"}}}}, "belongs to the whole run", {"stages": {"sft": {"run": {"seed": 2}}}}),
+        (None, {"stages": {"sft": {"pipeline": {}}}}, "belongs to the whole run", {"stages": {"sft": {"data": {"train": "x"}}}}),
+    ],
+)  # fmt: skip
+def test_a_rule_refuses_and_lets_pass(stage, bad, message, good):
+    def make(values):
+        config = Config(**values)
+        return config.for_stage(stage) if stage else config
+
+    with pytest.raises(ConfigError, match=message):
+        make(bad)
+    make(good)
+
+
+def test_every_rule_is_a_sentence():
+    from accord.config.rules import RULES
+
+    assert all("_" in rule.__name__ for rule in RULES) and len(RULES) >= 14
