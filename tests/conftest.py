@@ -81,7 +81,7 @@ def build_tiny(family: str, *, seed: int = 0, attn_implementation: str | None = 
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).float()
     return module.eval()

@@ -86,7 +86,7 @@ def save_checkpoint(
         raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    _remove_old(root, keep_last, {step, *keep})
+    _remove_old(root, step, keep_last, set(keep))
     return final
 
 
@@ -190,8 +190,10 @@ def _write(folder: Path, step: int, tensors: dict[str, dict[str, Tensor]], state
     sync(folder)
 
 
-def _remove_old(root: Path, keep_last: int, keep: set[int]) -> None:
-    for step, folder in _steps(root)[: -max(keep_last, 1)]:
+def _remove_old(root: Path, newest: int, keep_last: int, keep: set[int]) -> None:
+    # A later step than the one just written is damaged, else it would have been resumed from: it takes no one's place.
+    upto = [(step, folder) for step, folder in _steps(root) if step <= newest]
+    for step, folder in upto[: -max(keep_last, 1)]:
         if step in keep:
             continue
         gone = folder.with_name(f".{folder.name}.gone")

@@ -277,7 +277,7 @@ def _build(
             module, info = from_state(auto_class, state=state, **options, **chosen)
         return module, set(info["missing_keys"])
 
-    with _explained(where, "weights"), quiet():
+    with _explained(where, "weights"), quiet(), torch.random.fork_rng(devices=[]):  # missing heads are drawn by transformers
         try:
             return load(attn_implementation)
         except (ValueError, ImportError) as error:

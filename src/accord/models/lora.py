@@ -35,7 +35,7 @@ def add_lora(module: nn.Module, lora: Lora, *, seed: int, scalar: bool = False) 
 
     task = TaskType.SEQ_CLS if scalar else TaskType.CAUSAL_LM
     base: Any = module
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
         )  # peft's remarks on what it corrects by itself (Conv1D's layout, patterns that match nothing)
@@ -50,6 +50,10 @@ def add_lora(module: nn.Module, lora: Lora, *, seed: int, scalar: bool = False) 
                 raise ConfigError(f"model.lora.path: the adapter in {lora.path} does not fit this model: {error}") from error
         else:
             targets = lora.target_modules
+            if (
+                isinstance(targets, str) and targets.isidentifier()
+            ):  # a single name; peft takes a bare string as a pattern of whole paths
+                targets = (targets,)
             options = LoraConfig(
                 r=lora.rank,
                 lora_alpha=lora.alpha,
@@ -60,7 +64,7 @@ def add_lora(module: nn.Module, lora: Lora, *, seed: int, scalar: bool = False) 
             )
             try:
                 wrapped = get_peft_model(base, options, adapter_name=TRAINED)
-            except ValueError as error:
+            except (ValueError, re.error) as error:
                 linear = sorted({name.rsplit(".", 1)[-1] for name, part in module.named_modules() if isinstance(part, nn.Linear)})
                 raise ConfigError(
                     f"model.lora.target_modules: {targets!r} does not fit this model ({error}). "

@@ -116,7 +116,7 @@ def build_config(settings: FromScratch, tokenizer: Any) -> Any:
 
 def build_module(config: Any, *, seed: int, auto_class: Any, attn_implementation: str | None) -> nn.Module:
     """A randomly initialised float32 model; the same seed gives the same weights, and the caller's random state is left alone."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return auto_class.from_config(config, attn_implementation=attn_implementation).float()
 
