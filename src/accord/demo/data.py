@@ -115,7 +115,8 @@ def _heldout(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
         number += 1  # a small kind runs out of held-out requests: the others then fill up
         if request.text not in seen:
             seen.add(request.text)
-            yield {"messages": [{"role": "user", "content": request.text}], "reference": request.value}
+            row = {"messages": [{"role": "user", "content": request.text}], "reference": request.value}
+            yield {**row, "kind": request.kind, "language": language}
 
 
 def conversation(rng: random.Random, request: Request) -> list[dict[str, str]]:
