@@ -226,6 +226,25 @@ def test_overwriting_a_pipeline_removes_its_stages_and_no_other_folder(tmp_path)
         assert everything_in(tmp_path) == {"config.yaml", ".lock", "dpo", "dpo/mine.txt"}
 
 
+def test_what_a_killed_process_was_still_writing_is_swept_away(tmp_path):
+    begun(tmp_path).close()
+    (tmp_path / ".model.123.tmp").mkdir()
+    (tmp_path / ".model.123.tmp" / "weights").write_text("half")
+    (tmp_path / ".metrics.jsonl.9.tmp").write_text("half")
+    (tmp_path / ".mine.tmp").write_text("not ours")
+    with begun(tmp_path):
+        assert everything_in(tmp_path) == {"config.yaml", ".lock", ".mine.tmp"}
+
+
+def test_a_finished_pipeline_that_begins_again_is_unfinished_until_it_ends(tmp_path):
+    for state in ("new", "finished"):
+        with open_run(settings(tmp_path), "pipeline", tmp_path) as run:
+            assert run.state == state
+            run.begin()
+            assert read_summary(tmp_path) is None
+            run.finish({"stages": {}})
+
+
 def test_changed_library_versions_are_said_on_resume(tmp_path):
     begun(tmp_path).close()
     path = tmp_path / "config.yaml"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ UNREAD = {
     "pipeline": ("pipeline.stages",),  # the same run may be asked for more stages; finished ones are not redone
 }
 HEAD = "# accord: "
+_BESIDE = re.compile(r"\..+\.\d+\.tmp")
 
 
 class RunFolder:
@@ -128,6 +130,8 @@ class RunFolder:
                 )
             if self.state == "new" and self._overwrite:
                 self._clear()
+            self._sweep()
+            self.summary_path.unlink(missing_ok=True)  # a finished pipeline that gets more stages is not finished meanwhile
             started = about.get("started") if self.state == "resumable" else None
             self._write_config(started or datetime.now().astimezone().isoformat(timespec="seconds"))
         except BaseException:
@@ -173,6 +177,12 @@ class RunFolder:
                 if _is_run(self.folder / name):
                     _remove_tree(self.folder / name)
         self.config_path.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove what a killed process was writing beside its final name (`.name.<process>.tmp`); nobody else works here now."""
+        for path in self.folder.glob(".*.tmp"):
+            if _BESIDE.fullmatch(path.name):
+                _remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def _write_config(self, started: str) -> None:
         """The resolved configuration as YAML that `accord` can read again; versions and commit as a comment above it."""

@@ -43,7 +43,7 @@ class Tracker:
         self._kept: set[tuple[str, int]] = set()
         self._wall = 0.0  # seconds of the sessions before this one
         _cut_back(run.metrics_path, start_step, self._remember)
-        _cut_back(run.samples_path, start_step)
+        _cut_back(run.samples_path, start_step, lambda row: self._kept.add(("samples", int(row["step"]))))
         self._metrics: IO[bytes] | None = _append(run.metrics_path)
         self._samples: IO[bytes] | None = None  # made when there is something to write: not every stage has samples
         self._board = _Board(run.tensorboard, start_step) if _get(settings, "tensorboard", True) else None
@@ -88,7 +88,7 @@ class Tracker:
             self._console.pause()
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write prompts, responses, scores … of this step to samples.jsonl, a line a sample."""
+        """Write prompts, responses, scores … of this step to samples.jsonl, a line a sample. What was kept is not written again."""
         if not samples or ("samples", step) in self._kept:
             return
         if self._samples is None:
