@@ -133,8 +133,10 @@ def test_a_gguf_file_is_told_by_its_content(gguf_file: Path, tmp_path: Path):
         resolve(tmp_path / "false.gguf")
 
 
-def test_a_cut_gguf_file_is_refused(gguf_file: Path, tmp_path: Path):
-    (tmp_path / "cut.gguf").write_bytes(gguf_file.read_bytes()[:2000])
+@pytest.mark.parametrize("share", [0.02, 0.9], ids=["in its header", "in its weights"])
+def test_a_cut_gguf_file_is_refused(share: float, gguf_file: Path, tmp_path: Path):
+    whole = gguf_file.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(ConfigError, match=r"cut\.gguf could not be read|in .*cut\.gguf could not be read"):
         load_causal(Model(path=str(tmp_path / "cut.gguf")), seed=1, trainable=True)
 

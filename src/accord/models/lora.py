@@ -56,7 +56,7 @@ def add_lora(module: nn.Module, lora: Lora, *, seed: int, scalar: bool = False) 
                 targets = (targets,)
             options = LoraConfig(
                 r=lora.rank,
-                lora_alpha=lora.alpha,
+                lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float is as good
                 lora_dropout=lora.dropout,
                 target_modules=targets if isinstance(targets, str) else list(targets),
                 modules_to_save=["score"] if scalar else None,
@@ -129,7 +129,7 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
                 # Experts of a mixture are one parameter of a module, which peft wraps by its name.
                 target = f"{_plain(name)}.{getattr(part, 'parameter_name', 'weight')}"
                 weight = merged[target]
-                delta = part.get_delta_weight(TRAINED)  # type: ignore[operator]
+                delta = part.get_delta_weight(TRAINED)  # type: ignore[attr-defined]
                 merged[target] = (weight.float() + delta.float()).to(weight.dtype)
     return merged
 
