@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from accord.data.fitting import fit
 from accord.data.formats import UnusableError
-from accord.data.reading import Need, SourceReport, SourceSpec, read_records, reject, sources_of
+from accord.data.reading import UNREADABLE, Need, SourceReport, SourceSpec, read_records, reject, sources_of
 from accord.data.records import Demonstration, Messages, PlainText, Preference, Prompt, Record, Scored
 from accord.data.template import ConversationEncoder, TrainOn
 from accord.data.token_store import VERSION, StoreWriter, TokenStore
@@ -116,21 +116,21 @@ def load_examples(
     Raises DataError for data that can't be read, unreadable rows (unless `data.on_bad_row` is "drop"), and when nothing is left;
     ConfigError when no data is named.
     """
-    options = _Options(need, max_length, data.truncate, data.on_bad_row, str(train_on))
+    options = Options(need, max_length, data.truncate, data.on_bad_row, str(train_on))
     valid_sources = sources_of(data, "valid", valid_dataset)
     train_sources = sources_of(data, "train", train_dataset)
-    store = _stored(train_sources, encoder, options, data.cache)
+    store = store_of(train_sources, encoder, options, data.cache)
     everything = np.arange(len(store))
     if valid_sources:
-        valid_store = _stored(valid_sources, encoder, options, data.cache)
+        valid_store = store_of(valid_sources, encoder, options, data.cache)
         train, valid = ExampleList(store, everything), ExampleList(valid_store, np.arange(len(valid_store)))
     else:
         held = held_out(store.groups, float(data.holdout or 0), seed)
         train, valid = ExampleList(store, everything[~held]), ExampleList(store, everything[held])
     stores = [store] + ([valid.store] if valid_sources else [])
     report = Report(
-        train=_reports(store),
-        valid=_reports(valid.store) if valid_sources else (),
+        train=source_reports(store),
+        valid=source_reports(valid.store) if valid_sources else (),
         train_examples=len(train),
         valid_examples=len(valid),
         tokens=sum(int(s.lengths.sum()) for s in stores),
@@ -190,7 +190,9 @@ def corpus(data: Any, train_dataset: Any = None) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Options:
+class Options:
+    """What decides, beside the sources and the encoder, what an example becomes."""
+
     need: Need
     max_length: int
     truncate: Any
@@ -198,15 +200,20 @@ class _Options:
     train_on: str
 
 
-def _stored(sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: _Options, cache: bool) -> TokenStore:
+def store_of(sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: Options, cache: bool) -> TokenStore:
     """The examples of `sources`, from the cache if they are there."""
     parts = [source.fingerprint() for source in sources]
     if not cache or any(part is None for part in parts):
         return _temporary(sources, encoder, options)
-    key = hashlib.blake2b(repr([VERSION, parts, encoder.fingerprint(), options]).encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(
+        repr([VERSION, parts, encoder.fingerprint(), replace(options, on_bad_row="")]).encode(), digest_size=16
+    ).hexdigest()
     folder = cache_folder() / "tokens" / key
     if TokenStore.is_whole(folder):
-        return TokenStore(folder)
+        store = TokenStore(folder)
+        if options.on_bad_row == "drop" or not any(UNREADABLE in report.dropped for report in source_reports(store)):
+            return store
+        return _temporary(sources, encoder, options)  # ends with the first bad row's message
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         writer = StoreWriter(folder)
@@ -218,7 +225,7 @@ def _stored(sources: Sequence[SourceSpec], encoder: ConversationEncoder, options
     return _fill(writer, sources, encoder, options)
 
 
-def _temporary(sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: _Options) -> TokenStore:
+def _temporary(sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: Options) -> TokenStore:
     """A store that goes with the object."""
     import weakref
 
@@ -232,7 +239,7 @@ def _temporary(sources: Sequence[SourceSpec], encoder: ConversationEncoder, opti
     return store
 
 
-def _fill(writer: StoreWriter, sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: _Options) -> TokenStore:
+def _fill(writer: StoreWriter, sources: Sequence[SourceSpec], encoder: ConversationEncoder, options: Options) -> TokenStore:
     reports = []
     try:
         for source in sources:
@@ -253,7 +260,7 @@ def _fill(writer: StoreWriter, sources: Sequence[SourceSpec], encoder: Conversat
         raise
 
 
-def _add(writer: StoreWriter, record: Record, encoder: ConversationEncoder, options: _Options, report: SourceReport) -> None:
+def _add(writer: StoreWriter, record: Record, encoder: ConversationEncoder, options: Options, report: SourceReport) -> None:
     try:
         tree, kept, cut = fit(encoder, record, options.max_length, options.truncate, options.train_on)  # type: ignore[arg-type]
     except UnusableError as error:
@@ -277,7 +284,8 @@ def _nothing_left(reports: Sequence[SourceReport]) -> None:
     raise DataError(f"nothing to train on is left of {read:,} rows. {reasons}. {cure}")
 
 
-def _reports(store: TokenStore) -> tuple[SourceReport, ...]:
+def source_reports(store: TokenStore) -> tuple[SourceReport, ...]:
+    """What became of the rows of each source when the store was made."""
     return tuple(SourceReport(**report) for report in store.report["sources"])
 
 

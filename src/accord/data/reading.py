@@ -14,7 +14,9 @@ from accord.data.sources import TRAIN_SPLITS, VALID_SPLITS, fingerprint, read_ro
 from accord.errors import ConfigError, DataError
 
 Need = Literal["demonstration", "preference", "scored", "prompt", "text"]
+UNREADABLE = "unreadable"  # the reason for which a row is dropped only if data.on_bad_row says so
 _FIRST_ORIGINS = 3  # how many origins a report names for each reason
+_FIRST_ERRORS = 10
 _KINDS: dict[type, str] = {
     Demonstration: "a demonstration",
     Preference: "a preference pair",
@@ -42,6 +44,7 @@ class SourceReport:
     formats: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     origins: dict[str, list[str]] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)  # what is wrong with the first unreadable rows
 
     def drop(self, reason: str, origin: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -153,16 +156,21 @@ def reject(origin: str, message: str, on_bad_row: str, report: SourceReport) -> 
     if on_bad_row != "drop":
         message = message if message.endswith((".", "!", "?")) else f"{message}."
         raise DataError(f"{origin}  {message} Fix the row, or set data.on_bad_row=drop to leave such rows out.")
-    report.drop("unreadable", origin)
+    report.drop(UNREADABLE, origin)
+    if len(report.errors) < _FIRST_ERRORS:
+        report.errors.append(f"{origin}  {message}")
 
 
 def _record(value: Any, origin: str, source: SourceSpec, report: SourceReport, need: Need | None) -> Record:
+    record: Record
+    row: Mapping[str, Any]
     if isinstance(value, Demonstration | Preference | Scored | Prompt | PlainText):
-        record, row, name = value, {}, "record"
+        record, name, row = value, "record", {}
     else:
         record, name, row = read_row(value, source.format, source.columns)
     report.formats[name] = report.formats.get(name, 0) + 1
-    record = replace(record, origin=origin if not record.origin else record.origin)
+    if not record.origin:
+        record = replace(record, origin=origin)
     _check(record)
     return serve(record, need, row) if need is not None else record
 

@@ -74,7 +74,7 @@ class ConversationEncoder:
             if self.renderer.end_token is None:  # the appended EOS
                 trained[-1] = True
         trained[0] = False  # nothing comes before it to predict it from
-        return single(ids, trained)
+        return Tree((Segment(ids, trained),))
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The prompt's tokens up to where the answer begins (with the template's generation prompt)."""

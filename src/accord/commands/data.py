@@ -1,0 +1,89 @@
+"""`accord data check`: look at the data before training on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accord.config import Config
+    from accord.data.check import Check
+    from accord.data.reading import Need
+    from accord.data.template import ConversationEncoder
+
+
+def check(config: Config, strict: bool = False, examples: int = 3) -> int:
+    """Print what each stage's data becomes. Returns 2 if it would end a run (`strict`: also for warnings), else 0.
+
+    A configuration for one stage is checked as that stage reads it; one whose stages read different data, stage by stage; otherwise
+    every source for the most that its rows can be used for. Raises DataError for a source that can't be read at all.
+    """
+    from rich.console import Console
+
+    from accord.data.check import print_check
+
+    console = Console()
+    encoder = _encoder(config)
+    results = [_check_stage(config, config.stage, encoder)] if config.stage else _check_all(config, encoder)
+    for result in results:
+        print_check(result, console, encoder, examples)
+    return 2 if any(result.errors or (strict and result.warnings) for result in results) else 0
+
+
+def _encoder(config: Config) -> ConversationEncoder | None:
+    """None where no tokenizer exists yet."""
+    model = config.model
+    if model.path is None:
+        return None
+    from accord.data.template import ConversationEncoder
+    from accord.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(
+        model.path, model.chat_template, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    return ConversationEncoder(tokenizer, model.chat_template)
+
+
+def _check_all(config: Config, encoder: ConversationEncoder | None) -> list[Check]:
+    from accord.data.check import kind_of_source
+    from accord.data.reading import sources_of
+
+    staged = [config.for_stage(stage) for stage in config.pipeline.stages]
+    if config.data.train is None or any(one.data != config.data for one in staged):
+        return [_check_stage(one, str(one.stage), encoder) for one in staged if one.data.train is not None] or [_none(config)]
+    valid = sources_of(config.data, "valid")
+    results = []
+    for source in sources_of(config.data, "train"):
+        need = kind_of_source(source)
+        results.append(_run(config, source.name, need, [source], valid, encoder))
+    return results
+
+
+def _none(config: Config) -> Check:
+    from accord.data.reading import sources_of
+
+    sources_of(config.data, "train")  # raises: no training data is named
+    raise AssertionError
+
+
+def _check_stage(config: Config, stage: str, encoder: ConversationEncoder | None) -> Check:
+    from accord.data.reading import sources_of
+
+    needs: dict[str, Need] = {
+        "sft": "demonstration",
+        "reward": "scored" if config.reward.loss_type == "mse" else "preference",
+        "dpo": "preference",
+        "ppo": "prompt",
+    }
+    return _run(config, stage, needs[stage], sources_of(config.data, "train"), sources_of(config.data, "valid"), encoder)
+
+
+def _run(config: Config, title: str, need: Need, train: list, valid: list, encoder: ConversationEncoder | None) -> Check:
+    from accord.data.check import Limits, check_data
+    from accord.data.dataset import Options
+
+    data = config.data
+    options = Options(
+        need, data.max_length, data.truncate, data.on_bad_row, config.sft.train_on if need == "demonstration" else "assistant"
+    )
+    limits = Limits(config.train.batch_size, config.train.max_tokens, data.holdout, config.run.seed)
+    return check_data(title, train, valid, encoder, options, limits, cache=data.cache)
