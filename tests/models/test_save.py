@@ -205,6 +205,15 @@ def test_if_the_last_rename_fails_the_older_folder_comes_back(tmp_path: Path, mo
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_what_a_killed_save_left_is_cleared_away_and_the_older_folder_kept(tmp_path: Path):
+    for name in (".model.77.tmp", ".model.77.old"):  # killed between the two renames
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with pytest.raises(RuntimeError), saving.whole_folder(tmp_path / "model"):
+        raise RuntimeError
+    assert os.listdir(tmp_path) == ["model"] and (tmp_path / "model" / "file").read_text() == ".model.77.old"
+
+
 def test_written_files_can_be_read_by_others_as_the_umask_says(tiny_folder: Callable[..., Path], tmp_path: Path):
     mask = os.umask(0o022)
     try:

@@ -59,7 +59,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
+        _tidy(folder)
         beside.mkdir()
         yield beside
         for file in sorted(beside.rglob("*")):
@@ -80,6 +80,15 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         if old.exists() and not folder.exists():  # the second rename failed: the older model is better than none
             os.replace(old, folder)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Clear away what a killed process left beside `folder`; bring back an older one that it had only just moved aside."""
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        if left.suffix == ".old" and not folder.exists():
+            os.replace(left, folder)
+        elif left.suffix in {".old", ".tmp"} and left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
