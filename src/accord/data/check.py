@@ -266,11 +266,12 @@ def _rendered(segments: Sequence[Segment], encoder: ConversationEncoder, names: 
     """The example's text: trained tokens green, special tokens reversed; between ⟦ ⟧ where there is no colour."""
     from rich.text import Text
 
-    leaves = [segment for segment in segments if segment.parent >= 0] or list(segments)
-    for segment in segments:
+    parents = {segment.parent for segment in segments}
+    left = list(names)
+    for number, segment in enumerate(segments):
         line = Text()
-        if names and segment in leaves and len(leaves) <= len(names):
-            line.append(f"{names[leaves.index(segment)]}: ", style="bold")
+        if left and number not in parents:  # an answer
+            line.append(f"{left.pop(0)}: ", style="bold")
         for text, trained, special in _runs(segment, encoder):
             style = " ".join(filter(None, ("green" if trained else "dim", "reverse" if special else "")))
             line.append(f"⟦{text}⟧" if marks and trained else text, style=style)
