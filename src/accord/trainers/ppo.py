@@ -104,7 +104,10 @@ class PPOTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        return run_loop(self, run or open_run(self.config, self.stage, Path(self.config.run.dir)))
+        if run is not None:
+            return run_loop(self, run)
+        with open_run(self.config, self.stage, Path(self.config.run.dir)) as run:
+            return run_loop(self, run)
 
     # -- one iteration -----------------------------------------------------------------------------------------------
 
@@ -364,6 +367,7 @@ class PPOTrainer:
                 "finish_reason": "length" if sample.truncated else "stop",
                 "origin": sample.prompt.origin,
             }
+            | ({} if sample.prompt.reference is None else {"reference": sample.prompt.reference})
             for i, sample in enumerate(rollouts.samples[:SAMPLES_SHOWN])
         ]
 
