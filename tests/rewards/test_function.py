@@ -133,4 +133,5 @@ def test_a_fallback_is_used_counted_and_told_once(caplog):
     reward = FunctionReward(sometimes, fallback=-1.0)
     assert reward.score([sample("good"), sample("bad"), sample("worse")]) == [1.0, -1.0, -1.0]
     assert reward.failures == 2
+    assert combine([reward], [sample("bad"), sample("good")]).failures == 1
     assert len(caplog.records) == 1 and "prompts.jsonl:7" in caplog.text

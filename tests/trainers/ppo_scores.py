@@ -17,3 +17,7 @@ def ended(truncated: bool) -> float:
 
 def constant(response: str) -> float:
     return 1.0
+
+
+def fails(response: str) -> float:
+    raise ValueError("no")

@@ -12,7 +12,7 @@ import torch
 from accord.algorithms.losses import sft_loss
 from accord.data.packing import pack_trees
 from accord.engine.trained import count_targets
-from accord.errors import ConfigError, NonFiniteError
+from accord.errors import AccordError, ConfigError, NonFiniteError
 from tests.trainers.ppo_setup import GivenAnswers, function, largest_difference, trainer, weights
 
 
@@ -472,3 +472,21 @@ def test_with_lora_the_reference_is_the_start_and_the_base_never_moves(make):
 def test_what_cannot_work_is_refused_with_the_cure(make, changes, message):
     with pytest.raises(ConfigError, match=message):
         make(changes)
+
+
+def test_ptx_data_may_be_plain_text(make, tmp_path):
+    file = tmp_path / "ptx.jsonl"
+    file.write_text("".join(json.dumps({"text": f"A document about {i} dogs."}) + "\n" for i in range(6)))
+    assert make({"ppo": {"ptx_coef": 1.0, "ptx_data": str(file)}}).step(1)["ppo/ptx_loss"] > 0
+
+
+def test_fallbacks_of_a_reward_function_are_counted_every_step(make):
+    ppo = make({"ppo": {"rewards": [function("fails", fallback=-1.0)]}})
+    assert [ppo.step(step)["ppo/reward_fallbacks"] for step in (1, 2)] == [4, 4]
+    with pytest.raises(AccordError, match=r"fails raised ValueError: no.*train_dataset"):
+        make({"ppo": {"rewards": [function("fails")]}}).step(1)
+
+
+def test_bf16_samples_in_the_dtype_it_trains_in(make):
+    metrics = make({"train": {"precision": "bf16"}}).step(1)
+    assert metrics["ppo/sampler_logp_diff_max"] < 0.1 and metrics["ppo/ratio_mean"] == pytest.approx(1, abs=0.02)

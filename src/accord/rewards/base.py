@@ -46,6 +46,7 @@ class ScoreBoard:
 
     total: list[float]
     by_source: dict[str, list[float]] = field(default_factory=dict)
+    failures: int = 0  # scores that are a source's fallback
 
 
 def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
@@ -55,8 +56,11 @@ def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
     """
     by_source: dict[str, list[float]] = {}
     total = [0.0] * len(samples)
+    failures = 0
     for source in sources:
+        before = getattr(source, "failures", 0)
         scores = source.score(samples)
+        failures += getattr(source, "failures", 0) - before
         if len(scores) != len(samples):
             raise AccordError(f"reward {source.name} gave {len(scores)} scores for {len(samples)} samples.")
         for i, score in enumerate(scores):
@@ -66,7 +70,7 @@ def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
                 )
             total[i] += source.weight * score
         by_source[source.name] = list(scores)
-    return ScoreBoard(total, by_source)
+    return ScoreBoard(total, by_source, failures)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

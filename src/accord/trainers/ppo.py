@@ -28,7 +28,7 @@ from accord.engine.generate import PlainGenerator, SamplingParams
 from accord.engine.trained import TrainedModel, count_targets, prefixed, unprefixed
 from accord.errors import ConfigError
 from accord.models.load import load_causal
-from accord.rewards import Sample, combine
+from accord.rewards import FunctionReward, Sample, combine
 from accord.track.run import RunFolder, open_run
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
 from accord.trainers.loop import run_loop
@@ -80,7 +80,7 @@ class PPOTrainer:
         policy = load_causal(config.model, seed=config.run.seed, trainable=True)
         policy.tokenizer = self.encoder.tokenizer
         critic = load_critic(config, policy)
-        longest = max(example.tree.longest for part in (self.examples.train, self.examples.valid) for example in part)
+        longest = max(int(part.num_tokens().max()) for part in (self.examples.train, self.examples.valid) if len(part))
         check_lengths(config, longest, policy, critic)
         self.sources = reward_sources(config, policy)
 
@@ -169,9 +169,8 @@ class PPOTrainer:
                 2 * count_parameters(self.policy), rollouts, timer.seconds["time/generate"]
             ),
         }
-        failures = sum(getattr(source, "failures", 0) for source in self.sources)
-        if failures:
-            metrics["ppo/reward_failures"] = failures
+        if any(isinstance(source, FunctionReward) and source.fallback is not None for source in self.sources):
+            metrics["ppo/reward_fallbacks"] = float(board.failures)
         self.samples = self._show(rollouts, board.total, k1.tolist())
         return Experience(
             self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], metrics
@@ -189,6 +188,7 @@ class PPOTrainer:
         for epoch in range(settings.ppo_epochs):
             for minibatch in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
                 number += 1
+                self._spoilt = False
                 packs = list(experience.rollouts.packs(minibatch, self.config.train.max_tokens))
                 tokens = sum(len(rows) for _, rows in packs)
                 stats = self._policy_gradient(experience, packs, tokens)
@@ -292,7 +292,6 @@ class PPOTrainer:
         """Both optimizers step, or neither: what is not finite in one spoils the step of both (ALGORITHMS §0.7). {}: neither did."""
         models = [self.policy, self.critic] if self.acting(experience) else [self.critic]
         if self._spoilt or not all(map(finite_gradients, models)):
-            self._spoilt = False
             for model in models:
                 model.backward(torch.tensor(math.nan))
         steps = [model.step() for model in models]
