@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,10 +81,25 @@ def metaspace() -> Callable[[], Any]:
     )
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=600, special_tokens=specials))
-    state = backend.to_str().replace('"special":true', '"special":false')  # the byte tokens are no special tokens
-    backend = Tokenizer.from_str(state)
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]  # those are in the vocabulary
+    backend = Tokenizer.from_str(json.dumps(state))
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return lambda: copy.deepcopy(_fast(backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"))
+
+
+@pytest.fixture(scope="session")
+def metaspace_everywhere(metaspace: Callable[[], Any]) -> Callable[[], Any]:
+    """The older Llama 2 way: the space is put before every stretch between special tokens."""
+    from tokenizers import normalizers
+
+    def make() -> Any:
+        tokenizer = metaspace()
+        tokenizer.backend_tokenizer.pre_tokenizer = None
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        return tokenizer
+
+    return make
 
 
 @pytest.fixture

@@ -168,6 +168,18 @@ def test_metaspace_pieces_join_without_extra_spaces(metaspace: Any, answer: str)
     assert ids[: len(opening) - 1] == opening[:-1]
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "metaspace_everywhere"])
+@many
+@given(question=contents.filter(lambda text: "<" not in text), answer=contents.filter(lambda text: "<" not in text))
+def test_cut_at_special_tokens_or_whole_gives_the_same_tokens(request: Any, kind: str, question: str, answer: str) -> None:
+    encoder = _cached(kind, request.getfixturevalue(kind), LLAMA2)
+    rendered = encoder.renderer.render(talk(question, answer))
+    ids, starts, ends = encoder._tokenise(rendered, len(rendered.text))
+    cut_ids, cut_offsets = encoder._tokenise_pieces(rendered.text, rendered)
+    assert cut_ids == ids.tolist()
+    assert [end for _, end in cut_offsets] == ends.tolist()
+
+
 def test_a_token_across_the_border_belongs_to_the_answer(encoder: ConversationEncoder) -> None:
     crossing = ConversationEncoder(encoder.tokenizer, TRAILING_SPACE)
     tree = crossing.encode_responses(talk("How many"), ["legs does it have?", "legs do you have?"])

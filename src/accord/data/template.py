@@ -196,7 +196,9 @@ class ConversationEncoder:
             position = 0
             for cut in [*self._cuts(text), len(text)]:
                 part = text[position:cut]
-                anchor = "\n" if self._prefixes_space and (inside or position) else ""
+                anchor = "\n" if position or inside else ""
+                if not self._prefixes_space or (self._prefixes_inside and not position):
+                    anchor = ""
                 encoding = self._backend.encode(anchor + part, add_special_tokens=False)
                 for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
                     if end > len(anchor) or not anchor:
@@ -214,13 +216,16 @@ class ConversationEncoder:
         return [match.start() + 1 for match in self._unmarked.finditer(text) if match.end() - match.start() > 1]
 
     def _special_pattern(self) -> re.Pattern[str] | None:
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        unmarked = self.renderer.structural_tokens() - special
+        added = self._backend.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        unmarked = (self.renderer.structural_tokens() | set(self.tokenizer.all_special_tokens)) - special
         self._strips_right = {token.content for token in added if token.rstrip}
         self._unmarked = _alternatives(unmarked)
         probe = self._backend.encode("a", add_special_tokens=False).tokens
-        self._prefixes_space = bool(probe) and probe[0] not in ("a", "Ġa") and probe[0].startswith("▁")
+        self._prefixes_space = probe[:1] != ["a"] and probe[0].startswith("▁")
+        first = next(iter(sorted(special)), None)
+        inside = self._backend.encode(f"{first}a", add_special_tokens=False).tokens if first else []
+        self._prefixes_inside = len(inside) > 1 and inside[1].startswith("▁")
         return _alternatives(special | unmarked)
 
     def _token_id(self, token: str) -> int:
