@@ -174,7 +174,7 @@ def test_metaspace_pieces_join_without_extra_spaces(metaspace: Any, answer: str)
 def test_cut_at_special_tokens_or_whole_gives_the_same_tokens(request: Any, kind: str, question: str, answer: str) -> None:
     encoder = _cached(kind, request.getfixturevalue(kind), LLAMA2)
     rendered = encoder.renderer.render(talk(question, answer))
-    ids, starts, ends = encoder._tokenise(rendered, len(rendered.text))
+    ids, _, ends = encoder._tokenise(rendered, len(rendered.text))
     cut_ids, cut_offsets = encoder._tokenise_pieces(rendered.text, rendered)
     assert cut_ids == ids.tolist()
     assert [end for _, end in cut_offsets] == ends.tolist()

@@ -211,17 +211,46 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
             yield stream  # type: ignore[misc]
     elif suffix == ".zst":
         try:
-            import zstandard
+            import zstandard  # noqa: F401
         except ImportError as error:
             raise DataError(f"{file}: reading .zst needs the package zstandard: pip install zstandard") from error
-        try:
-            with open(file, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as reader:
-                yield io.BufferedReader(reader)
-        except zstandard.ZstdError as error:
-            raise DataError(f"{file}: the compressed file is damaged or cut off: {error}") from error
+        with open(file, "rb") as raw:
+            yield io.BufferedReader(_Zstandard(raw))
     else:
         with open(file, "rb") as stream:
             yield stream
+
+
+class _Zstandard(io.RawIOBase):
+    """The decompressed bytes of a .zst file of any number of frames; one that is cut off raises EOFError (zstandard's own reader just ends)."""
+
+    def __init__(self, raw: IO[bytes]):
+        self._raw = raw
+        self._frame: Any = None  # the decompressor of the frame at hand
+        self._ready = b""  # decompressed, not yet asked for
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        import zstandard
+
+        try:
+            while not self._ready:
+                left = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+                block = left or self._raw.read(_CHUNK)
+                if not block:
+                    if self._frame is not None and not self._frame.eof:
+                        raise EOFError("the last frame is not complete")
+                    return 0
+                if self._frame is None or self._frame.eof:
+                    self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._ready = self._frame.decompress(block)
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from error
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
 
 
 def _lines(stream: IO[bytes], label: str) -> Iterator[tuple[int, str]]:
@@ -280,13 +309,13 @@ def _around(text: str, position: int) -> str:
 
 def _read_json(stream: IO[bytes], label: str) -> Iterator[Row]:
     """A JSON array, read element by element, or JSON lines under the name .json."""
-    lines = (text + "\n" for _, text in _lines(stream, label))
+    lines = (("\n" if number > 1 else "") + text for number, text in _lines(stream, label))
     buffer = ""
     for text in lines:
         buffer += text
         if buffer.strip():
             break
-    first_line = buffer.count("\n")  # the line that the array or the first object begins on
+    first_line = 1 + buffer.count("\n")  # the line that the array or the first object begins on
     if buffer.lstrip().startswith("["):
         yield from _read_array(buffer, lines, label)
         return

@@ -58,7 +58,7 @@ def detect(row: Mapping[str, Any]) -> Format:
         if not form.missing(row) and form.looks_like(row):
             return form
     found = ", ".join(map(str, row)) or "none"
-    nearest, missing = _nearest(row)
+    nearest, missing = _nearest(row, lacking=True)
     raise RowError(
         f"no known format has these columns. Found: {found}. Nearest format: {nearest.name}, which also needs {', '.join(missing)}."
         f"{_rename_hint(missing, row)} Map columns with data.columns={{{missing[0]}: <your column>}} or name the format with data.format."
@@ -96,15 +96,16 @@ def named(name: str) -> Format:
     return FORMATS[name]
 
 
-def _nearest(row: Mapping[str, Any]) -> tuple[Format, list[str]]:
-    """The format of which most is there, then the one that lacks least."""
+def _nearest(row: Mapping[str, Any], lacking: bool = False) -> tuple[Format, list[str]]:
+    """The format of which most is there, then the one that lacks least, and what it lacks. `lacking`: not one that lacks nothing."""
 
-    def score(form: Format, columns: tuple[str, ...]) -> tuple[int, int]:
+    def score(form: Format, columns: tuple[str, ...]) -> tuple[int, int, bool]:
         there = sum(row.get(column) is not None for column in columns)
-        return -there, len(columns) - there
+        return -there, len(columns) - there, form.name != "messages"
 
-    _, form, columns = min(((score(f, c), f, c) for f in FORMATS.values() for c in f.columns), key=lambda item: item[0])
-    return form, [column for column in columns if row.get(column) is None] or ["another value"]
+    candidates = [(score(form, columns), form, columns) for form in FORMATS.values() for columns in form.columns]
+    _, form, columns = min((one for one in candidates if one[0][1] or not lacking), key=lambda item: item[0])
+    return form, [column for column in columns if row.get(column) is None]
 
 
 def _rename_hint(missing: Sequence[str], row: Mapping[str, Any]) -> str:
