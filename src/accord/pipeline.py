@@ -24,8 +24,7 @@ def train_stage(stage: str, config: Config, say: Say = print) -> dict[str, Any]:
         say(f"{stage}: finished already in {run.folder} (run.overwrite=true does it again)")
         return run.summary() or {}
     with run, _trainer(stage)(config) as trainer:
-        for line in trainer.examples.report.summary().splitlines():
-            say(line)
+        say(trainer.examples.report.summary())
         return trainer.train(run)
 
 
@@ -103,6 +102,8 @@ def stage_config(config: Config, stage: str, folder: Path, planned: list[str] | 
     policy = left_by("sft") if stage != "sft" else None
     if policy:
         changes["model"] = {"path": policy, "from_scratch": None}
+        if config.model.lora is not None and config.model.lora.path is not None:
+            changes["model"]["lora"] = {"path": None}  # that adapter is merged into the SFT model already
     if stage == "ppo" and (reward := left_by("reward")):
         changes["reward_model"] = {"path": reward}
     return config.updated(changes).for_stage(stage)

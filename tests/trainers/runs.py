@@ -1,0 +1,69 @@
+"""Tiny runs of the three offline stages for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from accord.config import Config
+from accord.trainers.preference import DPOTrainer
+from accord.trainers.reward import RewardTrainer
+from accord.trainers.sft import SFTTrainer
+
+WORDS = "the quick brown fox jumps over a lazy dog and four legs 你好 世界 天气 很好 谢谢 please thank you".split()
+
+
+def sentence(seed: int, length: int) -> str:
+    return " ".join(WORDS[(seed * 7 + i * (seed + 3)) % len(WORDS)] for i in range(length))
+
+
+def demonstrations(n: int = 12) -> list[dict[str, Any]]:
+    return [{"prompt": sentence(i, 3 + i % 4), "completion": sentence(i + 50, 2 + i % 5)} for i in range(n)]
+
+
+def pairs(n: int = 12) -> list[dict[str, Any]]:
+    return [
+        {"prompt": sentence(i, 3 + i % 4), "chosen": sentence(i + 50, 2 + i % 5), "rejected": sentence(i + 90, 1 + i % 6)} for i in range(n)
+    ]
+
+
+def scored(n: int = 12) -> list[dict[str, Any]]:
+    return [{"user_input": sentence(i, 3), "completion": sentence(i + 50, 4), "score": float(i % 6)} for i in range(n)]
+
+
+STAGES = {
+    "sft": (SFTTrainer, demonstrations, {}),
+    "reward": (RewardTrainer, pairs, {}),
+    "reward-mse": (RewardTrainer, scored, {"reward": {"loss_type": "mse"}}),
+    "dpo": (DPOTrainer, pairs, {"dpo": {"beta": 0.5}}),
+    "dpo-ipo": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "loss_type": "ipo"}}),
+}
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    return {**base, **{k: merged(base.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}}
+
+
+def config(model: Path, run: Path, changes: dict[str, Any] | None = None) -> Config:
+    base = {
+        "run": {"dir": str(run)},
+        "model": {"path": str(model)},
+        "data": {"holdout": 0.2, "max_length": 200, "cache": False},
+        "train": {"batch_size": 4, "max_tokens": 512, "lr": 1e-3, "max_steps": 5, "epochs": 10},
+        "track": {"tensorboard": False, "console_every": 1000},
+        "checkpoint": {"every_seconds": None},
+        "eval": {"every_epochs": None},
+    }
+    return Config(**merged(base, changes or {}))
+
+
+def trainer(kind: str, model: Path, run: Path, changes: dict[str, Any] | None = None, train: Any = None, valid: Any = None) -> Any:
+    cls, data, own = STAGES[kind]
+    return cls(config(model, run, merged(own, changes or {})), train if train is not None else data(), valid)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
