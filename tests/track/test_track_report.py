@@ -186,6 +186,20 @@ def test_a_pipeline_shows_its_stages_in_order_with_the_judged_scores(tmp_path):
     assert found.ids.index("sft") < found.ids.index("ppo")
 
 
+def test_judged_details_show_every_language_and_what_it_cost():
+    table = judge_table(
+        {
+            "sft": {"score": 0.4, "by_language": {"en": 0.5, "zh": 0.3}, "kl": 0.0},
+            "ppo": {"score": 0.8, "by_language": {"en": 0.9}, "kl": 4.0},
+        }
+    )
+    assert table["columns"] == ["en", "zh", "kl"]
+    assert [(row["value"], row["cells"]) for row in table["rows"]] == [
+        ("0.400", ["0.5", "0.3", "0"]),
+        ("0.800", ["0.9", "–", "4"]),
+    ]
+
+
 def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path):
     with pytest.raises(UserError, match=r"no run is there .looked for metrics\.jsonl"):
         report(str(tmp_path / "nothing"))

@@ -19,18 +19,24 @@ def curve_chart(metrics: Sequence[str], curves: Curves) -> str:
 
     With several metrics each has a colour, and evaluation is dashed. Returns an `<svg>` element.
     """
-    with _figure(3.3, 1.85) as (figure, axes):
-        several = len(metrics) > 1
+    several = len(metrics) > 1
+    with _figure(3.3, 2.1 if several else 1.85) as (figure, axes):
         for number, name in enumerate(metrics):
             splits = curves.get(name, {})
             if "train" in splits:
-                _train_line(axes, splits["train"], MORE[number % len(MORE)] if several else TRAIN, _label(name, "train", several))
+                color = MORE[number % len(MORE)] if several else TRAIN
+                _train_line(axes, splits["train"], color, _label(name, "train", several), band=not several and _has_spread(name))
             for split, series in splits.items():
                 if split != "train":
                     _eval_line(
                         axes, series, MORE[number % len(MORE)] if several else EVAL, _label(name, split, several), dashed=several
                     )
-        _finish(axes, legend=several or len(curves.get(metrics[0], {})) > 1)
+        _keep_to_lines(axes)
+        _finish(axes, legend=not several and len(curves.get(metrics[0], {})) > 1)
+        if several:  # up to four names would cover the lines
+            figure.legend(
+                loc="outside lower center", ncols=2, frameon=False, fontsize=7, labelcolor=INK, handlelength=1.4, columnspacing=1
+            )
         return _svg(figure)
 
 
@@ -61,11 +67,16 @@ def kl_reward_chart(kl: Series, score: Series, eval_kl: Series | None = None, ev
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _train_line(axes: Any, series: Series, color: str, label: str) -> None:
+def _has_spread(name: str) -> bool:
+    """Whether a band from min to max says anything: a share of yes and no reaches from 0 to 1 in every step."""
+    return not name.endswith(("accuracy", "rate", "fraction"))
+
+
+def _train_line(axes: Any, series: Series, color: str, label: str, *, band: bool) -> None:
     import numpy as np
 
     steps, values = np.asarray(series.steps, float), np.asarray(series.values, float)
-    if series.has_band:
+    if band and series.has_band:
         at, low, high = _bin(steps, np.asarray(series.low, float), np.asarray(series.high, float))
         axes.fill_between(at, low, high, color=color, alpha=0.10, linewidth=0)
     at, drawn = _bin(steps, values)
@@ -166,6 +177,18 @@ def _figure(width: float, height: float) -> Iterator[tuple[Any, Any]]:
         axes.tick_params(colors=INK, length=2.5, color=FAINT, labelsize=7.5)
         axes.margins(x=0.02)
         yield figure, axes
+
+
+def _keep_to_lines(axes: Any) -> None:
+    """Scale the chart to its lines with some room: one extreme item must not flatten the curve; the band is cut off there."""
+    import numpy as np
+
+    drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.zeros(0)])
+    drawn = drawn[np.isfinite(drawn)]
+    low, high = axes.get_ylim()
+    if len(drawn) and np.ptp(drawn) > 0 and axes.collections:
+        room = np.ptp(drawn)
+        axes.set_ylim(max(low, drawn.min() - room), min(high, drawn.max() + room))
 
 
 def _finish(axes: Any, *, legend: bool) -> None:

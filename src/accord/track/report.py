@@ -1,7 +1,7 @@
 """One self-contained HTML file about a run: did it work, what changed, where did the time go (`accord report`, RUN/report.html)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -93,7 +93,7 @@ def render(folder: Path, stages: Sequence[StageRun]) -> str:
         about=_about(head),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=110) if config else "",
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
-        judge=judge_table((summary or {}).get("judge")),
+        judge=judge_table((summary or {}).get("judge_details") or (summary or {}).get("judge")),
         answers=answers_by_stage(read_lines(folder / "samples.jsonl")) if pipeline else None,
         stage_times=bar_parts([(run.stage, run.wall_s) for run in stages]) if pipeline else None,
         stages=[stage_view(run) for run in stages],
@@ -303,11 +303,10 @@ def judge_table(judge: Any) -> dict[str, Any] | None:
     """summary.json's judged scores, `{model: score}` or `{model: {score, kl, …}}`, as rows with a bar for the (first) number."""
     if not isinstance(judge, Mapping) or not judge:
         return None
-    tables = [value for value in judge.values() if isinstance(value, Mapping)]
-    columns = list(dict.fromkeys(key for value in tables for key in value if _is_number(value[key])))
+    flat = {str(name): dict(_numbers(value)) if isinstance(value, Mapping) else {"score": value} for name, value in judge.items()}
+    columns = list(dict.fromkeys(key for numbers in flat.values() for key in numbers))
     rows: list[dict[str, Any]] = []
-    for name, value in judge.items():
-        numbers = value if isinstance(value, Mapping) else {"score": value}
+    for name, numbers in flat.items():
         score = next((numbers[key] for key in ("score", *columns) if _is_number(numbers.get(key))), None)
         if score is not None:
             rows.append(
@@ -390,6 +389,15 @@ def _step(sample: Mapping[str, Any]) -> int:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers(value: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a table, those of tables inside it too ({"by_language": {"en": …}} gives en)."""
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _numbers(item)
+        elif _is_number(item):
+            yield key, item
 
 
 def _short(value: Any) -> bool:
