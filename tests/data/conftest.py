@@ -82,7 +82,9 @@ def metaspace() -> Callable[[], Any]:
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=600, special_tokens=specials))
     state = json.loads(backend.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]  # those are in the vocabulary
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if not token["content"].startswith("<0x")
+    ]  # those are in the vocabulary
     backend = Tokenizer.from_str(json.dumps(state))
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return lambda: copy.deepcopy(_fast(backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"))
@@ -118,5 +120,15 @@ def settings() -> Callable[..., Any]:
 def loose_settings() -> Callable[..., Any]:
     """Like `settings`, for rows in memory only."""
     return lambda **changes: SimpleNamespace(
-        **{"train": None, "valid": None, "holdout": 0.0, "format": "auto", "columns": {}, "truncate": "drop", "on_bad_row": "fail", "cache": True, **changes}
+        **{
+            "train": None,
+            "valid": None,
+            "holdout": 0.0,
+            "format": "auto",
+            "columns": {},
+            "truncate": "drop",
+            "on_bad_row": "fail",
+            "cache": True,
+            **changes,
+        }
     )

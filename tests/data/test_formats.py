@@ -24,17 +24,32 @@ EXAMPLES: list[tuple[str, dict[str, Any], Record]] = [
     ("messages", {"prompt": "q", "response": "a", "score": 0}, Scored((Q,), "a", 0.0)),
     ("messages", {"messages": TURNS, "score": 2.5}, Scored((Q,), "a", 2.5)),
     ("messages", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 2}, Preference((Q,), "a", "b", 2.0)),
-    ("messages", {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [{"role": "assistant", "content": "b"}]}, Preference((Q,), "a", "b")),
-    ("messages", {"prompt": TURNS[:1], "chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "b"}]}, Preference((Q,), "a", "b")),
+    (
+        "messages",
+        {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [{"role": "assistant", "content": "b"}]},
+        Preference((Q,), "a", "b"),
+    ),
+    (
+        "messages",
+        {"prompt": TURNS[:1], "chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "b"}]},
+        Preference((Q,), "a", "b"),
+    ),
     ("messages", {"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "b"}]}, Preference((Q,), "a", "b")),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, Prompt((Q,))),
     ("hh", {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, Preference((Q,), "a", "b")),
     (
         "hh",
-        {"chosen": "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: c", "rejected": "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: d"},
+        {
+            "chosen": "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: c",
+            "rejected": "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: d",
+        },
         Preference((Q, A, Message("user", "r")), "c", "d"),
     ),
-    ("rm-static", {"prompt": "\n\nHuman: q\n\nAssistant:", "response": " a", "chosen": " a", "rejected": " b"}, Preference((Q,), "a", "b")),
+    (
+        "rm-static",
+        {"prompt": "\n\nHuman: q\n\nAssistant:", "response": " a", "chosen": " a", "rejected": " b"},
+        Preference((Q,), "a", "b"),
+    ),
     ("rm-static", {"prompt": "Human: q\n\nAssistant: a\n\nHuman: r\n\nAssistant:"}, Prompt((Q, A, Message("user", "r")))),
     ("rm-static", {"prompt": "\n\nHuman: q\n\nAssistant:", "response": " a"}, Demonstration((Q, A))),
     ("alpaca", {"instruction": "q", "input": "", "output": "a"}, Demonstration((Q, A))),
@@ -48,7 +63,11 @@ EXAMPLES: list[tuple[str, dict[str, Any], Record]] = [
         Demonstration((Message("system", "s"), Q, A, Message("user", "r"), Message("assistant", "b"))),
     ),
     ("sharegpt", {"conversations": GPT}, Demonstration((Q, A))),
-    ("sharegpt", {"conversations": GPT[:1], "chosen": GPT[1], "rejected": {"from": "gpt", "value": "b"}}, Preference((Q,), "a", "b")),
+    (
+        "sharegpt",
+        {"conversations": GPT[:1], "chosen": GPT[1], "rejected": {"from": "gpt", "value": "b"}},
+        Preference((Q,), "a", "b"),
+    ),
     ("sharegpt", {"conversations": GPT, "system": "s", "tools": "[]"}, Demonstration((Message("system", "s"), Q, A))),
     (
         "sharegpt",
@@ -112,7 +131,13 @@ def test_richer_records_serve_poorer_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "need"), [(Prompt((Q,)), "demonstration"), (Demonstration((Q, A)), "preference"), (PlainText("t"), "prompt"), (Preference((Q,), "a", "b"), "scored")]
+    ("record", "need"),
+    [
+        (Prompt((Q,)), "demonstration"),
+        (Demonstration((Q, A)), "preference"),
+        (PlainText("t"), "prompt"),
+        (Preference((Q,), "a", "b"), "scored"),
+    ],
 )
 def test_a_poorer_record_is_refused_with_what_is_needed(record: Record, need: Any) -> None:
     with pytest.raises(RowError, match="are needed"):
@@ -158,7 +183,9 @@ def test_what_is_wrong_with_a_row_is_said(row: dict, message: str) -> None:
 
 
 def test_a_forced_format_names_the_missing_column_and_the_nearest_format() -> None:
-    with pytest.raises(RowError, match=r"missing column conversations of the format sharegpt. Found: instruction, output.*Nearest format: alpaca"):
+    with pytest.raises(
+        RowError, match=r"missing column conversations of the format sharegpt. Found: instruction, output.*Nearest format: alpaca"
+    ):
         read_row({"instruction": "q", "output": "a"}, "sharegpt", {})
 
 

@@ -18,7 +18,11 @@ from accord.data import sources
 from accord.data.sources import fingerprint, read_rows
 from accord.errors import DataError
 
-ROWS = [{"prompt": "你好 🎉", "completion": 'say "hi",\nthen stop'}, {"prompt": "two", "completion": "second"}, {"prompt": "three", "completion": "x"}]
+ROWS = [
+    {"prompt": "你好 🎉", "completion": 'say "hi",\nthen stop'},
+    {"prompt": "two", "completion": "second"},
+    {"prompt": "three", "completion": "x"},
+]
 
 
 def values(path: Any, **options: Any) -> list[Any]:
@@ -101,7 +105,11 @@ def test_a_datasets_folder_and_its_splits(tmp_path: Path) -> None:
 def test_rows_in_memory(tmp_path: Path) -> None:
     import datasets
 
-    assert [row.origin for row in read_rows(ROWS, name="train_dataset")] == ["train_dataset[0]", "train_dataset[1]", "train_dataset[2]"]
+    assert [row.origin for row in read_rows(ROWS, name="train_dataset")] == [
+        "train_dataset[0]",
+        "train_dataset[1]",
+        "train_dataset[2]",
+    ]
     assert values(datasets.Dataset.from_list(ROWS)) == ROWS
     assert fingerprint(ROWS) is None and fingerprint(datasets.Dataset.from_list(ROWS))
 
@@ -119,7 +127,11 @@ def test_standard_input_is_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_files_are_one_document_a_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\n 你好\nlast", encoding="utf-8")
     rows = list(read_rows(tmp_path / "a.txt"))
-    assert [(row.value, row.origin) for row in rows] == [({"text": "one"}, "a.txt:1"), ({"text": " 你好"}, "a.txt:3"), ({"text": "last"}, "a.txt:4")]
+    assert [(row.value, row.origin) for row in rows] == [
+        ({"text": "one"}, "a.txt:1"),
+        ({"text": " 你好"}, "a.txt:3"),
+        ({"text": "last"}, "a.txt:4"),
+    ]
 
 
 def test_origins_are_lines(tmp_path: Path) -> None:
@@ -147,8 +159,15 @@ json_values = st.recursive(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(json_values, max_size=6), indent=st.sampled_from([None, 0, 2]), chunk=st.integers(1, 40), ascii_only=st.booleans())
-def test_an_array_read_in_pieces_is_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list, indent: Any, chunk: int, ascii_only: bool) -> None:
+@given(
+    rows=st.lists(json_values, max_size=6),
+    indent=st.sampled_from([None, 0, 2]),
+    chunk=st.integers(1, 40),
+    ascii_only=st.booleans(),
+)
+def test_an_array_read_in_pieces_is_the_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list, indent: Any, chunk: int, ascii_only: bool
+) -> None:
     monkeypatch.setattr(sources, "_CHUNK", chunk)
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_only), encoding="utf-8", errors="surrogatepass")
@@ -222,12 +241,19 @@ def test_a_broken_array_is_named_with_its_line(tmp_path: Path, text: str, where:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "guess"), [("gb18030", "GB18030"), ("cp1252", "WINDOWS-1252"), ("utf-16", "UTF-16")], ids=["gb18030", "cp1252", "utf-16"]
+    ("encoding", "guess"),
+    [("gb18030", "GB18030"), ("cp1252", "WINDOWS-1252"), ("utf-16", "UTF-16")],
+    ids=["gb18030", "cp1252", "utf-16"],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
 def test_a_wrong_encoding_is_named_with_its_line(tmp_path: Path, name: str, encoding: str, guess: str) -> None:
     content = "今天天气很好,谢谢你" if encoding != "cp1252" else "naïve café"
-    text = {"a.jsonl": '{"text": "x"}\n{"text": "%s"}\n', "a.json": '[{"text": "x"},\n{"text": "%s"}]', "a.csv": "text\n%s\n", "a.txt": "x\n%s\n"}[name]
+    text = {
+        "a.jsonl": '{"text": "x"}\n{"text": "%s"}\n',
+        "a.json": '[{"text": "x"},\n{"text": "%s"}]',
+        "a.csv": "text\n%s\n",
+        "a.txt": "x\n%s\n",
+    }[name]
     (tmp_path / name).write_bytes((text % content).encode(encoding))
     with pytest.raises(DataError, match=rf"{name}:[12]  is not UTF-8 .*{guess}.*iconv"):
         list(read_rows(tmp_path / name))

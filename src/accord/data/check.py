@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accord.data.dataset import ExampleList, Options, held_out, prompt_hash, record_hash, source_reports, store_of
-from accord.data.reading import UNREADABLE, Need, SourceReport, SourceSpec, read_records
+from accord.data.reading import UNREADABLE, Need, SourceReport, SourceSpec, read_records, texts_of
 from accord.data.records import Demonstration, PlainText, Preference, Prompt, Record, Scored
 from accord.data.template import ConversationEncoder
 from accord.data.trees import Segment
@@ -133,14 +133,9 @@ def _part_without_tokens(sources: Sequence[SourceSpec], options: Options) -> Par
 
 
 def _characters(record: Record) -> int:
-    if isinstance(record, PlainText):
-        return len(record.text)
-    if isinstance(record, Demonstration | Prompt):
-        return sum(len(turn.content) for turn in record.messages)
-    prompt = sum(len(turn.content) for turn in record.prompt)
-    if isinstance(record, Preference):
-        return prompt + max(len(record.chosen), len(record.rejected))
-    return prompt + len(record.response)
+    """Of the longest sequence."""
+    total = sum(map(len, texts_of(record)))
+    return total - min(len(record.chosen), len(record.rejected)) if isinstance(record, Preference) else total
 
 
 # --- what is wrong ---

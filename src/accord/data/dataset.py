@@ -17,7 +17,7 @@ import numpy as np
 
 from accord.data.fitting import fit
 from accord.data.formats import UnusableError
-from accord.data.reading import UNREADABLE, Need, SourceReport, SourceSpec, read_records, reject, sources_of
+from accord.data.reading import UNREADABLE, Need, SourceReport, SourceSpec, read_records, reject, sources_of, texts_of
 from accord.data.records import Demonstration, Messages, PlainText, Preference, Prompt, Record, Scored
 from accord.data.template import ConversationEncoder, TrainOn
 from accord.data.token_store import VERSION, StoreWriter, TokenStore
@@ -177,13 +177,7 @@ def corpus(data: Any, train_dataset: Any = None) -> Iterator[str]:
     """Every message and document of the training data as text, for training a tokenizer."""
     for source in sources_of(data, "train", train_dataset):
         for record in read_records(source, None, on_bad_row=data.on_bad_row):
-            if isinstance(record, PlainText):
-                yield record.text
-            elif isinstance(record, Demonstration | Prompt):
-                yield from (turn.content for turn in record.messages)
-            else:
-                yield from (turn.content for turn in record.prompt)
-                yield from (record.chosen, record.rejected) if isinstance(record, Preference) else (record.response,)
+            yield from texts_of(record)
 
 
 # --- from sources to a store ---

@@ -176,12 +176,30 @@ def _record(value: Any, origin: str, source: SourceSpec, report: SourceReport, n
 
 
 def _check(record: Record) -> None:
+    """Raises RowError for roles out of order and for text that is none."""
+    for text in texts_of(record):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RowError(f"holds half of a character (a lone surrogate) at position {error.start} of {text[:40]!a}") from None
     if isinstance(record, Demonstration):
         check_roles(record.messages, "assistant")
     elif isinstance(record, Prompt):
         check_roles(record.messages, "prompt")
     elif isinstance(record, Preference | Scored):
         check_roles(record.prompt, "prompt")
+
+
+def texts_of(record: Record) -> Iterator[str]:
+    """Every message, answer and document of a record."""
+    if isinstance(record, PlainText):
+        yield record.text
+        return
+    yield from (turn.content for turn in (record.messages if isinstance(record, Demonstration | Prompt) else record.prompt))
+    if isinstance(record, Preference):
+        yield from (record.chosen, record.rejected)
+    elif isinstance(record, Scored):
+        yield record.response
 
 
 def serve(record: Record, need: Need, row: Mapping[str, Any] | None = None) -> Record:
