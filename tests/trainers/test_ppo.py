@@ -43,7 +43,7 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(make, family):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "gemma3_text", "bloom"])
 def test_sampler_and_trainer_give_the_same_log_probabilities(make, family, temperature):
     ppo = make({"generate": {"temperature": temperature, "max_new_tokens": 16}}, family)
     for _ in range(2):  # before and after an update: the sampler follows the weights
@@ -490,3 +490,13 @@ def test_fallbacks_of_a_reward_function_are_counted_every_step(make):
 def test_bf16_samples_in_the_dtype_it_trains_in(make):
     metrics = make({"train": {"precision": "bf16"}}).step(1)
     assert metrics["ppo/sampler_logp_diff_max"] < 0.1 and metrics["ppo/ratio_mean"] == pytest.approx(1, abs=0.02)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(make):
+    results = []
+    for checkpointing in (False, True):
+        ppo = make({"model": {"gradient_checkpointing": checkpointing}})
+        stats = ppo.step(1)
+        results.append((weights(ppo.policy), weights(ppo.critic), stats["ppo/score"]))
+    assert results[0][2] == results[1][2]
+    assert largest_difference(results[0][0], results[1][0]) < 1e-6 > largest_difference(results[0][1], results[1][1])
