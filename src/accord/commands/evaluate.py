@@ -304,12 +304,10 @@ def _print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{result['metric']}: {result['model']}", show_header=False)
+    table = Table(show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")
     for key, value in result.items():
-        if key in ("metric", "model"):
-            continue
         if key == "dropped":
             value = ", ".join(f"{count:,} {reason}" for reason, count in value.items()) or "none"
         elif isinstance(value, float):

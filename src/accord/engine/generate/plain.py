@@ -24,6 +24,7 @@ from accord.engine.generate.types import OnToken, Rollout, SamplingParams
 from accord.errors import ConfigError, DataError
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one forward
+_SMALL_PREFILL = 512  # below this many tokens a forward costs more than the padding it would save
 _CACHE_BYTES = 2 * 2**30  # what the cache of one batch may take when `max_batch` is None
 _MOST_ROWS = 512
 _GROWTH = 64  # columns by which the cache grows at least
@@ -294,13 +295,21 @@ def _room(length: int, remaining: int) -> int:
 
 
 def _chunks(prompts: list[tuple[int, ...]], budget: int) -> Iterator[list[tuple[int, ...]]]:
-    """Prompts of similar length together, at most `budget` padded tokens (one prompt at least)."""
-    ordered = sorted(prompts, key=len, reverse=True)
-    start = 0
-    while start < len(ordered):
-        rows = max(1, budget // len(ordered[start]))
-        yield ordered[start : start + rows]
-        start += rows
+    """Prompts of similar length together: at most `budget` padded tokens (one prompt at least).
+
+    A chunk that is worth a forward of its own takes no prompt that would be padded to more than 4/3 of its length.
+    """
+    chunk: list[tuple[int, ...]] = []
+    for prompt in sorted(prompts, key=len, reverse=True):
+        if chunk:
+            width = len(chunk[0])
+            padded_much = 4 * len(prompt) < 3 * width and len(chunk) * width >= _SMALL_PREFILL
+            if padded_much or (len(chunk) + 1) * width > budget:
+                yield chunk
+                chunk = []
+        chunk.append(prompt)
+    if chunk:
+        yield chunk
 
 
 def _left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -42,11 +42,11 @@ class TextStream:
         return piece
 
     def _certain(self, text: str) -> str:
+        for _ in range(_LONGEST_CHARACTER - 1):
+            text = text.removesuffix(_INCOMPLETE)
         stopped = before_stop(text, self.stop)
         if len(stopped) < len(text):
             return stopped
-        for _ in range(_LONGEST_CHARACTER - 1):
-            text = text.removesuffix(_INCOMPLETE)
         held = max((_overlap(text, string) for string in self.stop), default=0)
         return text[: len(text) - held]
 
