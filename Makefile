@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 SEEDS  ?= 1 2 3
 
 .DELETE_ON_ERROR:
