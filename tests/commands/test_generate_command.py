@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from accord.cli import guarded
+from accord.cli import guarded, main
 from accord.commands import generate as command
-from accord.errors import AccordError, ConfigError, DataError
+from accord.errors import AccordError, ConfigError, DataError, Interrupted
 
 SHORT = ["generate.max_new_tokens=12"]
 
@@ -52,7 +53,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_file(tiny_folder, pro
     command.generate(str(tiny_folder()), str(prompts), str(whole), SHORT)
     monkeypatch.setattr(command, "_MOST_ROWS", 8)
     monkeypatch.setattr(command._Output, "write", stop_after(command._Output.write, 1))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted, match="Start the same command again"):
         command.generate(str(tiny_folder()), str(prompts), str(broken), SHORT)
     monkeypatch.undo()
     partial = tmp_path / "broken.jsonl.partial"
@@ -92,6 +93,13 @@ def test_a_finished_file_is_left_alone_and_another_setting_is_refused(tiny_folde
     with pytest.raises(ConfigError, match="not known what it was made with"):
         command.generate(str(tiny_folder()), str(prompts), str(tmp_path / "foreign.jsonl"), SHORT)
     assert (tmp_path / "foreign.jsonl").read_text() == "mine\n"
+
+
+def test_two_processes_cannot_write_the_same_file(tmp_path):
+    first, second = command._Output(tmp_path / "a.jsonl"), command._Output(tmp_path / "a.jsonl")
+    assert first.open({"model": "m"}) == 0
+    with pytest.raises(ConfigError, match="another accord generate"):
+        second.open({"model": "m"})
 
 
 def test_a_stop_string_is_not_in_the_response(tiny_folder, prompts, tmp_path):
@@ -150,6 +158,20 @@ def test_bad_input_is_refused_before_anything_is_written(tiny_folder, tiny_model
         command.generate(model, str(prompts), str(tmp_path), SHORT)
     command.generate(model, str(long), str(out), [*SHORT, "data.truncate=left"])
     assert len(lines(out)) == 1
+
+
+def test_the_command_line_generates_and_chats(tiny_folder, prompts, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "answers.jsonl"
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(tiny_folder()), "--prompts", str(prompts), "--out", str(out), *SHORT])
+    assert ended.value.code == 0 and len(lines(out)) == 40
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(tiny_folder()), "--prompts", str(prompts), "--out", str(out), "generate.top_k=5", *SHORT])
+    assert ended.value.code == 2 and "generate.top_k" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n你好\n/quit\n"))
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", str(tiny_folder()), "generate.max_new_tokens=5"])
+    assert ended.value.code == 0 and capsys.readouterr().out.count("\n") >= 2
 
 
 def test_a_reward_model_cannot_answer(tiny_folder, tmp_path, prompts, tiny_tokenizer):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from accord.commands.inference import MODEL_KEYS, Speaker, load_speaker, quiet, sampling_seed, settings
 from accord.config import Config
-from accord.errors import ConfigError, DataError
+from accord.errors import ConfigError, DataError, Interrupted
+from accord.track.files import json_line, sync_folder, write_atomically
 
 if TYPE_CHECKING:
     from accord.data.reading import SourceReport
@@ -33,7 +34,7 @@ def generate(model: str, prompts: str, out: str, overrides: list[str]) -> None:
     first answer. Lines go to OUT.partial, which is renamed to OUT when it is whole; the same command started again goes on after the
     last whole line and ends with the same file. OUT.settings.json says what the answers were made with.
 
-    Raises ConfigError for an unusable model, key or output file, DataError for unusable prompts.
+    Raises ConfigError for an unusable model, key or output file, DataError for unusable prompts, Interrupted for Ctrl-C.
     """
     config = settings("generate", overrides, READS)
     quiet()
@@ -51,7 +52,12 @@ def generate(model: str, prompts: str, out: str, overrides: list[str]) -> None:
         return
     if done:
         print(f"going on after {done:,} of {count:,} answers")
-    _answer(speaker, rows, count, done, sampling_seed(config), output)
+    try:
+        _answer(speaker, rows, count, done, sampling_seed(config), output)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted; {output.partial} keeps the answers so far. Start the same command again to go on."
+        ) from None
     output.finish()
     print(f"{count:,} answers: {out}")
 
@@ -221,10 +227,22 @@ class _Output:
             if present is self.path:
                 return None
         else:
-            _write_whole(self.settings, json.dumps(made_with, ensure_ascii=False, indent=1) + "\n")
-        done = self._cut_to_whole_lines() if self.partial.exists() else 0
+            write_atomically(self.settings, (json.dumps(made_with, ensure_ascii=False, indent=1) + "\n").encode())
         self.stream = self.partial.open("ab")
-        return done
+        self._lock()
+        return self._cut_to_whole_lines()
+
+    def _lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # Windows: nothing guards against a second process
+            return
+        try:
+            fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed, by a kill as well
+        except OSError:
+            raise ConfigError(
+                f"--out {self.path}: another accord generate is writing it. Wait for it, or give another --out."
+            ) from None
 
     def _compare(self, present: Path, made_with: dict[str, Any]) -> None:
         cure = f"Remove {present}, or give another --out."
@@ -252,23 +270,14 @@ class _Output:
         return lines
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
-        self.stream.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        self.stream.write(b"".join(map(json_line, lines)))
         self.stream.flush()
         os.fsync(self.stream.fileno())
 
     def finish(self) -> None:
-        self.stream.close()
         self.partial.replace(self.path)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """The file is there whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(path)
+        sync_folder(self.path.parent)
+        self.stream.close()
 
 
 class _Progress:
