@@ -305,7 +305,7 @@ def test_several_sources_with_their_own_formats_columns_and_rows(
 
 
 def test_demo_data_by_name(encoder: ConversationEncoder, settings: Any) -> None:
-    examples = load(settings([{"path": "demo:preferences", "max_rows": 20}], holdout=0.1), encoder)
+    examples = load(settings([{"path": "demo:preferences", "max_rows": 20}], holdout=0.1), encoder, max_length=400)
     assert len(examples.train) + len(examples.valid) == 20
     with pytest.raises(DataError, match="demo:nothing"):
         load(settings("demo:nothing"), encoder)

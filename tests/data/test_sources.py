@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accord.data import sources
+from accord.data import files, sources
 from accord.data.sources import fingerprint, read_rows
 from accord.errors import DataError
 
@@ -168,7 +168,7 @@ json_values = st.recursive(
 def test_an_array_read_in_pieces_is_the_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list, indent: Any, chunk: int, ascii_only: bool
 ) -> None:
-    monkeypatch.setattr(sources, "_CHUNK", chunk)
+    monkeypatch.setattr(files, "_CHUNK", chunk)
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_only), encoding="utf-8", errors="surrogatepass")
     assert values(path) == rows

@@ -1,0 +1,101 @@
+"""`accord data check`: what it says, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accord.commands.data import check
+from accord.config import Config
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def pairs(count: int) -> list[Any]:
+    return [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(count)]
+
+
+@pytest.fixture
+def run(tiny_folder: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Check with the tiny model's tokenizer; returns the exit code and the text."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(stage: str | None = None, strict: bool = False, examples: int = 1, model: bool = True, **sections: Any) -> tuple[int, str]:
+        if model:
+            sections = {"model": {"path": str(tiny_folder("llama"))}, **sections}
+        config = Config.model_validate({"train": {"batch_size": 4, "max_tokens": 500}, **sections})
+        code = check(config.for_stage(stage) if stage else config, strict, examples)
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_good_data_gets_zero_and_shows_the_mask(run: Any, tmp_path: Path) -> None:
+    code, text = run(data={"train": write(tmp_path / "a.jsonl", pairs(10))})
+    assert code == 0 and "nothing to object to" in text
+    assert "preference" in text and "messages" in text and "10" in text
+    assert "limit 1,024" in text and "trained on" in text
+    assert "chosen: ⟦good 0⟧⟦<|im_end|>⟧" in text and "rejected: ⟦bad 0⟧⟦<|im_end|>⟧" in text
+
+
+def test_unreadable_rows_are_listed_and_exit_2(run: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*pairs(8), "{oops\n", {"prompt": "q", "chosen": "a"}])
+    code, text = run(data={"train": path})
+    assert code == 2 and "a.jsonl:9  is not JSON" in text and "a.jsonl:10  rejected: expected text" in text
+    code, text = run(data={"train": path, "on_bad_row": "drop"})
+    assert code == 0 and "warning" in text
+
+
+def test_what_is_left_out_is_a_warning_and_exit_2_only_if_strict(run: Any, tmp_path: Path) -> None:
+    rows = [*pairs(8), {"prompt": "q", "chosen": "", "rejected": "x"}, {"prompt": "q", "chosen": "x", "rejected": "x"}, pairs(1)[0]]
+    data = {"train": write(tmp_path / "a.jsonl", [*rows, {"prompt": "q", "chosen": "long " * 100, "rejected": "x"}]), "max_length": 60}
+    code, text = run(data=data)
+    assert code == 0
+    for said in ("1 empty answer (a.jsonl:9)", "1 identical answers (a.jsonl:10)", "1 too long (a.jsonl:12)", "1 of 9 training rows repeat an earlier one"):
+        assert said in text
+    assert "over the limit" in text
+    assert run(data=data, strict=True)[0] == 2
+
+
+def test_prompts_in_training_and_validation_are_counted(run: Any, tmp_path: Path) -> None:
+    data = {"train": write(tmp_path / "a.jsonl", pairs(10)), "valid": write(tmp_path / "b.jsonl", pairs(3))}
+    assert "3 of 3 validation rows have a prompt that is trained on" in run(data=data)[1]
+
+
+def test_too_few_rows_and_too_small_packs_are_errors(run: Any, tmp_path: Path) -> None:
+    code, text = run(data={"train": write(tmp_path / "a.jsonl", pairs(3))})
+    assert code == 2 and "fewer than one batch (train.batch_size=4)" in text
+    code, text = run(data={"train": write(tmp_path / "a.jsonl", pairs(10)), "max_length": 16}, train={"batch_size": 2, "max_tokens": 16})
+    assert code == 2 and "train.max_tokens=16" in text
+
+
+def test_without_a_model_the_text_is_checked(run: Any, tmp_path: Path) -> None:
+    code, text = run(model=False, data={"train": write(tmp_path / "a.jsonl", [*pairs(8), {"prompt": "q", "chosen": "", "rejected": "x"}])})
+    assert code == 0 and "length in characters" in text and "1 empty answer" in text
+
+
+def test_a_stage_sees_the_data_as_it_reads_it(run: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", pairs(10))
+    assert "sft: demonstration" in run("sft", data={"train": path})[1]
+    code, text = run("reward", data={"train": path}, reward={"loss_type": "mse"})
+    assert code == 2 and "scored answers" in text
+
+
+def test_stages_with_their_own_data_are_checked_one_by_one(run: Any, tmp_path: Path) -> None:
+    demos = write(tmp_path / "d.jsonl", [{"prompt": f"q{i}", "completion": "a"} for i in range(8)])
+    data = {"train": [{"path": demos, "stages": ["sft"]}, {"path": write(tmp_path / "p.jsonl", pairs(8)), "stages": ["reward", "ppo"]}]}
+    code, text = run(data=data)
+    assert code == 0, text
+    assert text.index("sft: demonstration") < text.index("reward: preference") < text.index("ppo: prompt")
+
+
+def test_every_source_is_checked_for_what_it_holds(run: Any, tmp_path: Path) -> None:
+    demos = write(tmp_path / "d.jsonl", [{"prompt": f"q{i}", "completion": "a"} for i in range(8)])
+    code, text = run(data={"train": [{"path": demos}, {"path": write(tmp_path / "p.jsonl", pairs(8))}]})
+    assert code == 0 and "d.jsonl: demonstration" in text and "p.jsonl: preference" in text
