@@ -14,7 +14,7 @@ from accord.data.dataset import Example, load_examples
 from accord.data.packing import pack_trees
 from accord.data.template import ConversationEncoder
 from accord.data.trees import branching
-from accord.engine.generate import PlainGenerator, SamplingParams
+from accord.engine.generate import PlainGenerator, SamplingParams, before_stop
 from accord.errors import DataError
 from accord.models.forward import FrozenModel
 from accord.models.load import LoadedModel, load_causal
@@ -34,7 +34,7 @@ class Judged:
     by_language: dict[str, float]  # mean over the prompts whose meta names the language; empty where none does
     kl: float  # mean over answers of Σ_t log π - log π_of the first model listed; 0 for that model itself
     length: float  # mean tokens of an answer, the end token included
-    answers: list[str]
+    answers: list[dict[str, Any]]  # {"prompt", "response", "score"}, in the order of the prompts
 
     def as_dict(self) -> dict[str, Any]:
         return {"score": self.score, "by_language": self.by_language, "kl": self.kl, "length": self.length}
@@ -66,7 +66,7 @@ def _judge(config: Config, name: str, loaded: LoadedModel, model: FrozenModel, b
     seed = config.generate.seed if config.generate.seed is not None else config.run.seed
     rollouts = PlainGenerator(loaded.module, loaded.tokenizer).generate(prompt_ids, params, seeds=[seed * 1_000_003 + i for i in range(len(prompt_ids))])
     samples = [
-        Sample(example.record, ids, rollout.token_ids, encoder.decode(rollout.token_ids), rollout.truncated)  # type: ignore[arg-type]
+        Sample(example.record, ids, rollout.token_ids, before_stop(encoder.decode(rollout.token_ids), params.stop), rollout.truncated)  # type: ignore[arg-type]
         for example, ids, rollout in zip(examples, prompt_ids, rollouts, strict=True)
     ]
     scores = judge.score(samples)
@@ -80,7 +80,10 @@ def _judge(config: Config, name: str, loaded: LoadedModel, model: FrozenModel, b
         {language: float(np.mean(own)) for language, own in sorted(languages.items())},
         0.0 if model is base else _kl(model, base, prompt_ids, [r.token_ids for r in rollouts], config.train.max_tokens, params.temperature or 1.0),
         float(np.mean([len(rollout.token_ids) for rollout in rollouts])),
-        [sample.response for sample in samples],
+        [
+            {"prompt": [message.as_dict() for message in sample.prompt.messages], "response": sample.response, "score": score}
+            for sample, score in zip(samples, scores, strict=True)
+        ],
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accord.errors import ConfigError
+from accord.track.files import json_line, write_atomically
 from accord.track.run import open_run, read_summary
 
 if TYPE_CHECKING:
@@ -63,10 +64,13 @@ def run_pipeline(config: Config, say: Say = print) -> PipelineResult:
     All stages' configurations are checked before the first one starts.
     """
     folder = Path(config.run.dir)
-    stages = list(config.pipeline.stages)
+    stages: list[str] = list(config.pipeline.stages)
     for stage in stages:
         _check(stage, stage_config(config, stage, folder, planned=stages))
     run = open_run(config, "pipeline", folder)
+    if run.state == "finished" and all(read_summary(folder / stage) is not None for stage in stages):
+        say(f"finished already in {folder} (run.overwrite=true does it again)")
+        return PipelineResult(folder, _earlier(folder, []), _judged_before(run.summary() or {}))
     with run:
         run.begin()
         summaries = {}
@@ -82,10 +86,24 @@ def run_pipeline(config: Config, say: Say = print) -> PipelineResult:
             if models:
                 say("\n── judge " + "─" * 60)
                 result.judged = judge_models(config, models)
+                _keep_answers(folder, result.judged)
                 summary["judge"] = {judged.name: judged.score for judged in result.judged}
                 summary["judge_details"] = {judged.name: judged.as_dict() for judged in result.judged}
         run.finish(summary)
     return result
+
+
+def _keep_answers(folder: Path, judged: list[Any]) -> None:
+    """RUN/samples.jsonl: every model's answers to the same prompts, for the report."""
+    rows = [{"stage": row.name, **answer} for row in judged for answer in row.answers]
+    write_atomically(folder / "samples.jsonl", b"".join(json_line(row) for row in rows))
+
+
+def _judged_before(summary: dict[str, Any]) -> list[Any]:
+    """The table of a pipeline that was finished earlier."""
+    from accord.judging import Judged
+
+    return [Judged(name, **details, answers=[]) for name, details in (summary.get("judge_details") or {}).items()]
 
 
 def stage_config(config: Config, stage: str, folder: Path, planned: list[str] | None = None) -> Config:

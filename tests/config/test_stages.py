@@ -94,3 +94,14 @@ def test_every_stage_has_a_section_and_a_default_rate():
     from accord.config.root import DEFAULT_LR
 
     assert set(STAGES) == set(DEFAULT_LR) and all(stage in Config.model_fields for stage in STAGES)
+
+
+def test_the_command_line_wins_over_a_stages_own_value(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("train: {batch_size: 8}\nmodel: {path: m}\nstages: {sft: {train: {lr: 1.0e-3}, model: {lora: null}}, dpo: {train: {batch_size: 64}}}\n")
+    config = load_config(recipe, ["train.batch_size=16", "train.lr=1e-4", "model.lora.rank=4"])
+    assert config.for_stage("dpo").train.batch_size == config.for_stage("sft").train.batch_size == 16
+    assert config.for_stage("sft").train.lr == config.for_stage("dpo").train.lr == 1e-4
+    assert config.for_stage("sft").model.lora.rank == 4
+    one = load_config(recipe, ["stages.dpo.train.batch_size=32"])
+    assert (one.for_stage("dpo").train.batch_size, one.for_stage("sft").train.batch_size) == (32, 8)

@@ -17,7 +17,8 @@ def run_stage(stage: str, config: Config) -> None:
     config = config.for_stage(stage)
     summary = train_stage(stage, config)
     _print_numbers(stage, summary)
-    print(f"model: {Path(config.run.dir) / 'model'}   report: accord report {config.run.dir}")
+    print(f"model:  {Path(config.run.dir) / 'model'}")
+    _print_report(Path(config.run.dir))
 
 
 def run_pipeline(config: Config) -> None:
@@ -31,12 +32,19 @@ def run_pipeline(config: Config) -> None:
     if result.judged:
         _print_judged(result.judged)
     last = next((stage for stage in ("ppo", "dpo", "sft") if stage in result.summaries), None)
-    from accord.commands.report import report
-
-    report(str(result.folder))
     if last:
         print(f"chat:   accord chat {result.folder / last}")
-    print(f"again:  accord report {result.folder}")
+    _print_report(result.folder)
+
+
+def _print_report(folder: Path) -> None:
+    """Write the report; a chart that cannot be drawn does not fail a run that is finished."""
+    from accord.track.report import write_report
+
+    try:
+        print(f"report: {write_report(folder)}")
+    except Exception as error:
+        print(f"report: could not be written ({type(error).__name__}: {error}); try accord report {folder}")
 
 
 def _quiet() -> None:
@@ -46,6 +54,7 @@ def _quiet() -> None:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("accord.data.dataset").setLevel(logging.ERROR)  # what was left out is in the summary that is printed
     import transformers
 
     transformers.logging.set_verbosity_error()

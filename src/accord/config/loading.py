@@ -130,7 +130,22 @@ def _apply_overrides(
         gone = [known for known in locations if known[: len(path)] == path]
         locations = {known: place for known, place in locations.items() if known not in gone or isinstance(value, dict)}
         locations[path] = COMMAND_LINE
+        for stage, section in (values.get("stages") or {}).items() if isinstance(values.get("stages"), dict) else ():
+            if path[0] != "stages" and _speaks_of(section, path):  # the command line has the last word, over a stage's own value too
+                values = _set(values, ("stages", stage, *path), value, ())
+                locations[("stages", stage, *path)] = COMMAND_LINE
     return values, locations
+
+
+def _speaks_of(section: Any, path: Path) -> bool:
+    """Whether `section` gives a value for `path`, for something above it, or for something below it."""
+    for part in path:
+        if not isinstance(section, dict):
+            return True
+        if part not in section:
+            return False
+        section = section[part]
+    return True
 
 
 def _set(current: Any, path: Path, value: Any, done: Path) -> Any:

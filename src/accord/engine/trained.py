@@ -210,7 +210,7 @@ class TrainedModel(PackedModel):
         for name, p in self.parameters.items():
             moments = {key.rsplit("/", 1)[1]: value for key, value in tensors["optimizer"].items() if key.rsplit("/", 1)[0] == name}
             if moments:
-                self.optimizer.state[p] = {k: v.clone() if k == "step" else v.clone().to(p.device) for k, v in moments.items()}
+                self.optimizer.state[p] = {key: value.clone().to(p.device) for key, value in moments.items()}
         if self.ema is not None:
             for name, value in self.ema.items():
                 value.copy_(tensors["ema"][name])

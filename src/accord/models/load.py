@@ -119,6 +119,11 @@ def _pipeline_stages(folder: Path) -> list[str]:
         return list(STAGES)
 
 
+def default_device() -> torch.device:
+    """The first CUDA device where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def load_tokenizer(
     path: str | Path, chat_template: str | None = None, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
@@ -315,6 +320,7 @@ def _finish(
         module = add_lora(module, model.lora, seed=seed, scalar=kind == "scalar")
     if trainable and model.gradient_checkpointing:
         checkpoint_activations(module)
+    module.to(default_device())
     module.train(trainable)
     return LoadedModel(module=module, tokenizer=tokenizer, kind=kind, path=where, lora=lora)
 

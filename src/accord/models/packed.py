@@ -55,18 +55,23 @@ class SegmentLayout:
         """`segments`: (start, end, parent or -1), parents first; `positions`: [T] position ids."""
         self.positions = positions
         self.groups = _make_groups(segments, positions.device)
-        rows = torch.cat([group.queries[group.query_mask] for group in self.groups])
-        self.order = torch.empty_like(rows)
-        self.order[rows] = torch.arange(len(rows), device=rows.device)
+        # Where each row of the pack stands among the groups' padded outputs laid end to end.
+        rows = torch.cat([group.queries.flatten() for group in self.groups])
+        real = torch.cat([group.query_mask.flatten() for group in self.groups])
+        self.order = torch.empty(int(real.sum()), dtype=torch.int64, device=rows.device)
+        self.order[rows[real]] = real.nonzero()[:, 0]
         self.longest = int(positions.max()) + 1 if len(positions) else 0
-        self._masks: dict[int | None, list[Tensor]] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
 
-    def masks(self, window: int | None) -> list[Tensor]:
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """What to add to the scores of each group: 0 or -inf, in `dtype` (a boolean mask would be turned into this in every layer)."""
         if window is not None and window >= self.longest:
             window = None  # the window never cuts anything here
-        if window not in self._masks:
-            self._masks[window] = [group.mask(self.positions, window) for group in self.groups]
-        return self._masks[window]
+        if (window, dtype) not in self._masks:
+            allowed = [group.mask(self.positions, window) for group in self.groups]
+            zeros = [torch.zeros(mask.shape, dtype=dtype, device=mask.device) for mask in allowed]
+            self._masks[window, dtype] = [zero.masked_fill_(~mask, float("-inf")) for zero, mask in zip(zeros, allowed, strict=True)]
+        return self._masks[window, dtype]
 
 
 def _make_groups(segments: Sequence[tuple[int, int, int]], device: torch.device) -> list[Group]:
@@ -137,7 +142,10 @@ def segment_attention(
     repeat = query.shape[1] // key.shape[1]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     windowed = sliding_window is not None and sliding_window < accord_layout.longest
-    masks = accord_layout.masks(sliding_window) if windowed or any(g.span is None for g in accord_layout.groups) or softcap else None
+    masked = windowed or softcap is not None or any(group.span is None for group in accord_layout.groups)
+    masks = accord_layout.masks(sliding_window, query.dtype) if masked else []
+    # The CPU kernel shares keys between heads by itself; CUDA's fused ones do so only without a mask.
+    shared_keys = repeat > 1 and softcap is None and query.device.type == "cpu"
     outputs = []
     for i, group in enumerate(accord_layout.groups):
         if group.span is not None:
@@ -147,14 +155,17 @@ def segment_attention(
             q = _rows(query, group.queries)
             k, v = _rows(key, group.keys), _rows(value, group.keys)
             causal = False
-        k, v = repeat_kv(k, repeat), repeat_kv(v, repeat)
-        mask = None if causal else masks[i]  # type: ignore[index]
+        if not shared_keys:
+            k, v = repeat_kv(k, repeat), repeat_kv(v, repeat)
+        mask = None if causal else masks[i]
         if softcap is None:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=causal)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=causal, enable_gqa=shared_keys
+            )
         else:
             out = _softcap_attention(q, k, v, mask, scaling, softcap)
-        outputs.append(out.transpose(1, 2)[group.query_mask])  # [rows, heads, d]
-    return torch.cat(outputs)[accord_layout.order][None].contiguous(), None
+        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [rows with padding, heads, d]
+    return torch.cat(outputs).index_select(0, accord_layout.order)[None], None
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
@@ -166,7 +177,7 @@ def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     scores = q @ k.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,10 +55,10 @@ def load_data(
 
 def check_budget(examples: Examples, max_tokens: int, max_length: int) -> None:
     """Every example must fit into one pack: an example is never split. Raises DataError with the two ways out."""
-    sizes = [example.tree.num_tokens for part in (examples.train, examples.valid) for example in part]
-    largest = max(sizes, default=0)
+    sizes = np.concatenate([examples.train.num_tokens(), examples.valid.num_tokens()])
+    largest = int(sizes.max(initial=0))
     if largest > max_tokens:
-        too_large = sum(size > max_tokens for size in sizes)
+        too_large = int((sizes > max_tokens).sum())
         raise DataError(
             f"an example needs up to {largest:,} tokens but train.max_tokens is {max_tokens:,}. Raise train.max_tokens to {largest:,}, "
             f"or lower data.max_length (now {max_length:,}) so that the {too_large:,} example(s) above the budget are left out."
