@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from accord import cli
-from tests.trainers.runs import demonstrations, pairs
+from tests.trainers.runs import demonstrations, pairs, sentence
 
 TRAIN = ["train.batch_size=4", "train.max_steps=2", "train.max_tokens=512", "data.max_length=200", "data.cache=false", "track.tensorboard=false"]
 
@@ -24,13 +24,14 @@ GOOD = pairs(12)
 SAME = [{**row, "rejected": row["chosen"]} for row in GOOD]
 NO_ANSWER = [{**row, "chosen": ""} for row in GOOD]
 LONG = [{**row, "prompt": row["prompt"] * 200} for row in GOOD]
+WIDE = [{"prompt": "你好", "chosen": sentence(i, 12), "rejected": sentence(i + 1, 12)} for i in range(12)]  # each answer fits, both do not
 ROLES = [{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}]
 SCORES = [{"user_input": "q", "completion": f"a {i}", "score": 1.0} for i in range(11)]
 
 # stage, content of the file, overrides, what the message must hold
 CASES: dict[str, tuple[str, bytes | None, list[str], list[str]]] = {
     "missing file": ("dpo", None, [], ["rows.jsonl", "no such file"]),
-    "empty file": ("dpo", b"", [], ["rows.jsonl", "no rows"]),
+    "empty file": ("dpo", b"", [], ["rows.jsonl", "is empty"]),
     "wrong encoding": ("dpo", lines(GOOD[:2]) + "{\"prompt\": \"你好\"}\n".encode("gb18030"), [], ["rows.jsonl:3", "UTF-8"]),
     "a row that is not JSON": ("dpo", lines([*GOOD[:3], b"{oops", *GOOD[3:]]), [], ["rows.jsonl:4", "JSON", "data.on_bad_row=drop"]),
     "missing column": ("dpo", lines([{"prompt": "a", "better": "b", "worse": "c"}]), [], ["rows.jsonl:1", "better", "worse"]),
@@ -43,7 +44,7 @@ CASES: dict[str, tuple[str, bytes | None, list[str], list[str]]] = {
     "unknown key": ("dpo", lines(GOOD), ["dpo.betta=0.2"], ["dpo.betta", "dpo.beta"]),
     "wrong type": ("dpo", lines(GOOD), ["train.batch_size=many"], ["train.batch_size", "many"]),
     "beta is 0": ("dpo", lines(GOOD), ["dpo.beta=0"], ["dpo.beta", "greater than 0"]),
-    "a pair above the token budget": ("dpo", lines(GOOD), ["train.max_tokens=60", "data.max_length=60"], ["train.max_tokens is 60", "Raise train.max_tokens"]),
+    "a pair above the token budget": ("dpo", lines(WIDE), ["train.max_tokens=40", "data.max_length=40"], ["train.max_tokens is 40", "Raise train.max_tokens"]),
     "no data": ("dpo", lines(GOOD), ["data.train=null"], ["data.train"]),
     "sequences beyond the context": ("dpo", lines(GOOD), ["data.max_length=5000", "train.max_tokens=5000"], ["data.max_length", "256"]),
 }

@@ -217,7 +217,8 @@ def serve(record: Record, need: Need, row: Mapping[str, Any] | None = None) -> R
             return record.demonstration()
     if (need == "preference" and isinstance(record, Preference)) or (need == "scored" and isinstance(record, Scored)):
         return record
-    raise RowError(f"holds {_KINDS[type(record)]}, but here {_NEEDED[need]} are needed")
+    columns = f" (its columns: {', '.join(map(str, row))}; data.columns says which is which)" if row else ""
+    raise RowError(f"holds {_KINDS[type(record)]}{columns}, but here {_NEEDED[need]} are needed")
 
 
 _FORMAT_COLUMNS = frozenset(
