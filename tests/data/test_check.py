@@ -29,7 +29,7 @@ def run(tiny_folder: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     def run(stage: str | None = None, strict: bool = False, examples: int = 1, model: bool = True, **sections: Any) -> tuple[int, str]:
         if model:
             sections = {"model": {"path": str(tiny_folder("llama"))}, **sections}
-        config = Config.model_validate({"train": {"batch_size": 4, "max_tokens": 500}, **sections})
+        config = Config.model_validate({"train": {"batch_size": 4, "max_tokens": 2048}, **sections})
         code = check(config.for_stage(stage) if stage else config, strict, examples)
         return code, capsys.readouterr().out
 
@@ -71,8 +71,9 @@ def test_prompts_in_training_and_validation_are_counted(run: Any, tmp_path: Path
 def test_too_few_rows_and_too_small_packs_are_errors(run: Any, tmp_path: Path) -> None:
     code, text = run(data={"train": write(tmp_path / "a.jsonl", pairs(3))})
     assert code == 2 and "fewer than one batch (train.batch_size=4)" in text
-    code, text = run(data={"train": write(tmp_path / "a.jsonl", pairs(10)), "max_length": 16}, train={"batch_size": 2, "max_tokens": 16})
-    assert code == 2 and "train.max_tokens=16" in text
+    rows = [{"prompt": "q", "chosen": "good " * 10, "rejected": "bad " * 10}, *pairs(9)]  # each answer fits, both together don't
+    code, text = run(data={"train": write(tmp_path / "a.jsonl", rows), "max_length": 80}, train={"batch_size": 2, "max_tokens": 80})
+    assert code == 2 and "1 examples need more tokens" in text and "train.max_tokens=80" in text
 
 
 def test_without_a_model_the_text_is_checked(run: Any, tmp_path: Path) -> None:

@@ -386,8 +386,13 @@ def test_an_empty_file(encoder: ConversationEncoder, settings: Any, tmp_path: Pa
 
 
 def test_everything_longer_than_the_limit(encoder: ConversationEncoder, loose_settings: Any) -> None:
-    with pytest.raises(DataError, match=r"nothing to train on is left of 8 rows.*8 too long.*Raise data\.max_length"):
+    with pytest.raises(DataError, match=r"nothing is left of 8 rows.*8 too long.*Raise data\.max_length"):
         load(loose_settings(), encoder, train_dataset=pairs(8), max_length=5)
+
+
+def test_all_rows_unreadable_says_why(encoder: ConversationEncoder, loose_settings: Any) -> None:
+    with pytest.raises(DataError, match=r"(?s)nothing is left of 2 rows.*2 unreadable.*train_dataset\[0\]  holds a prompt"):
+        load(loose_settings(on_bad_row="drop"), encoder, train_dataset=[{"prompt": "q"}, {"prompt": "r"}])
 
 
 def test_a_template_that_refuses_a_row_names_it(tokenizer: Any, loose_settings: Any) -> None:

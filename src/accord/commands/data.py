@@ -47,8 +47,9 @@ def _check_all(config: Config, encoder: ConversationEncoder | None) -> list[Chec
     from accord.data.check import kind_of_source
     from accord.data.reading import sources_of
 
-    staged = [config.for_stage(stage) for stage in config.pipeline.stages]
-    if config.data.train is None or any(one.data != config.data for one in staged):
+    tied = any(source.stages for part in (config.data.train, config.data.valid) for source in part or ())
+    if config.data.train is None or tied or any("data" in override for override in config.stages.values()):
+        staged = [config.for_stage(stage) for stage in config.pipeline.stages]
         return [_check_stage(one, str(one.stage), encoder) for one in staged if one.data.train is not None] or [_none(config)]
     valid = sources_of(config.data, "valid")
     results = []

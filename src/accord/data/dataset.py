@@ -15,7 +15,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from accord.data.fitting import fit
+from accord.data.fitting import TOO_LONG, fit
 from accord.data.formats import UnusableError
 from accord.data.reading import UNREADABLE, Need, SourceReport, SourceSpec, read_records, reject, sources_of, texts_of
 from accord.data.records import Demonstration, Messages, PlainText, Preference, Prompt, Record, Scored
@@ -120,9 +120,11 @@ def load_examples(
     valid_sources = sources_of(data, "valid", valid_dataset)
     train_sources = sources_of(data, "train", train_dataset)
     store = store_of(train_sources, encoder, options, data.cache)
+    _check_not_empty(store)
     everything = np.arange(len(store))
     if valid_sources:
         valid_store = store_of(valid_sources, encoder, options, data.cache)
+        _check_not_empty(valid_store)
         train, valid = ExampleList(store, everything), ExampleList(valid_store, np.arange(len(valid_store)))
     else:
         held = held_out(store.groups, float(data.holdout or 0), seed)
@@ -243,8 +245,6 @@ def _fill(writer: StoreWriter, sources: Sequence[SourceSpec], encoder: Conversat
                 source, options.need, on_bad_row=options.on_bad_row, report=report, train_on=options.train_on
             ):
                 _add(writer, record, encoder, options, report)
-        if not writer.size:
-            _nothing_left(reports)
         return writer.finish({"sources": [asdict(report) for report in reports]})
     except OSError as error:
         writer.discard()
@@ -269,13 +269,16 @@ def _add(writer: StoreWriter, record: Record, encoder: ConversationEncoder, opti
     report.cut += cut
 
 
-def _nothing_left(reports: Sequence[SourceReport]) -> None:
-    read = sum(report.read for report in reports)
+def _check_not_empty(store: TokenStore) -> None:
+    """Raises DataError saying why, if every row was left out."""
+    if len(store):
+        return
+    reports = source_reports(store)
     reasons = "; ".join(f"{report.name}: {report.drops()}" for report in reports)
-    cure = (
-        "Raise data.max_length or set data.truncate." if all(set(r.dropped) <= {"too long"} for r in reports) else "Fix the rows."
-    )
-    raise DataError(f"nothing to train on is left of {read:,} rows. {reasons}. {cure}")
+    too_long = all(set(report.dropped) <= {TOO_LONG} for report in reports)
+    cure = "Raise data.max_length or set data.truncate." if too_long else "Fix the rows."
+    errors = [error for report in reports for error in report.errors[:1]]
+    raise DataError("\n  ".join([f"nothing is left of {sum(report.read for report in reports):,} rows. {reasons}. {cure}", *errors]))
 
 
 def source_reports(store: TokenStore) -> tuple[SourceReport, ...]:

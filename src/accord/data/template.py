@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -152,7 +151,7 @@ class ConversationEncoder:
         """ids, starts, ends of rendered.text[:end], BOS in front if the tokenizer wants one and the template has written none."""
         text = rendered.text[:end]
         written = [match.span() for match in self._special.finditer(text)] if self._special else []
-        if all(_in_template(span, rendered.contents) for span in written):
+        if not _overlap(written, rendered.contents):
             encoding = self._backend.encode(text, add_special_tokens=False)
             ids, offsets = list(encoding.ids), list(encoding.offsets)
         else:
@@ -240,11 +239,15 @@ def _alternatives(tokens: set[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, sorted(tokens, key=lambda t: (-len(t), t))))) if tokens else None
 
 
-def _in_template(span: tuple[int, int], contents: Sequence[tuple[int, int]]) -> bool:
-    """Whether the range touches no message content (contents are in order)."""
-    i = bisect_right(contents, (span[0], span[0])) - 1
-    touching = [contents[j] for j in (i, i + 1) if 0 <= j < len(contents)]
-    return all(span[1] <= start or span[0] >= end for start, end in touching)
+def _overlap(spans: Sequence[tuple[int, int]], contents: Sequence[tuple[int, int]]) -> bool:
+    """Whether any of `spans` touches any of `contents` (both in order, neither overlapping itself)."""
+    i = 0
+    for start, end in spans:
+        while i < len(contents) and contents[i][1] <= start:
+            i += 1
+        if i < len(contents) and contents[i][0] < end:
+            return True
+    return False
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
