@@ -13,7 +13,9 @@ from accord.config import Config
 
 
 def write(path: Path, rows: list) -> str:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return str(path)
 
 
@@ -26,7 +28,9 @@ def run(tiny_folder: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     """Check with the tiny model's tokenizer; returns the exit code and the text."""
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run(stage: str | None = None, strict: bool = False, examples: int = 1, model: bool = True, **sections: Any) -> tuple[int, str]:
+    def run(
+        stage: str | None = None, strict: bool = False, examples: int = 1, model: bool = True, **sections: Any
+    ) -> tuple[int, str]:
         if model:
             sections = {"model": {"path": str(tiny_folder("llama"))}, **sections}
         config = Config.model_validate({"train": {"batch_size": 4, "max_tokens": 2048}, **sections})
@@ -53,11 +57,24 @@ def test_unreadable_rows_are_listed_and_exit_2(run: Any, tmp_path: Path) -> None
 
 
 def test_what_is_left_out_is_a_warning_and_exit_2_only_if_strict(run: Any, tmp_path: Path) -> None:
-    rows = [*pairs(8), {"prompt": "q", "chosen": "", "rejected": "x"}, {"prompt": "q", "chosen": "x", "rejected": "x"}, pairs(1)[0]]
-    data = {"train": write(tmp_path / "a.jsonl", [*rows, {"prompt": "q", "chosen": "long " * 100, "rejected": "x"}]), "max_length": 60}
+    rows = [
+        *pairs(8),
+        {"prompt": "q", "chosen": "", "rejected": "x"},
+        {"prompt": "q", "chosen": "x", "rejected": "x"},
+        pairs(1)[0],
+    ]
+    data = {
+        "train": write(tmp_path / "a.jsonl", [*rows, {"prompt": "q", "chosen": "long " * 100, "rejected": "x"}]),
+        "max_length": 60,
+    }
     code, text = run(data=data)
     assert code == 0
-    for said in ("1 empty answer (a.jsonl:9)", "1 identical answers (a.jsonl:10)", "1 too long (a.jsonl:12)", "1 of 9 training rows repeat an earlier one"):
+    for said in (
+        "1 empty answer (a.jsonl:9)",
+        "1 identical answers (a.jsonl:10)",
+        "1 too long (a.jsonl:12)",
+        "1 of 9 training rows repeat an earlier one",
+    ):
         assert said in text
     assert "over the limit" in text
     assert run(data=data, strict=True)[0] == 2
@@ -72,12 +89,16 @@ def test_too_few_rows_and_too_small_packs_are_errors(run: Any, tmp_path: Path) -
     code, text = run(data={"train": write(tmp_path / "a.jsonl", pairs(3))})
     assert code == 2 and "fewer than one batch (train.batch_size=4)" in text
     rows = [{"prompt": "q", "chosen": "good " * 10, "rejected": "bad " * 10}, *pairs(9)]  # each answer fits, both together don't
-    code, text = run(data={"train": write(tmp_path / "a.jsonl", rows), "max_length": 80}, train={"batch_size": 2, "max_tokens": 80})
+    code, text = run(
+        data={"train": write(tmp_path / "a.jsonl", rows), "max_length": 80}, train={"batch_size": 2, "max_tokens": 80}
+    )
     assert code == 2 and "1 examples need more tokens" in text and "train.max_tokens=80" in text
 
 
 def test_without_a_model_the_text_is_checked(run: Any, tmp_path: Path) -> None:
-    code, text = run(model=False, data={"train": write(tmp_path / "a.jsonl", [*pairs(8), {"prompt": "q", "chosen": "", "rejected": "x"}])})
+    code, text = run(
+        model=False, data={"train": write(tmp_path / "a.jsonl", [*pairs(8), {"prompt": "q", "chosen": "", "rejected": "x"}])}
+    )
     assert code == 0 and "length in characters" in text and "1 empty answer" in text
 
 
@@ -90,7 +111,12 @@ def test_a_stage_sees_the_data_as_it_reads_it(run: Any, tmp_path: Path) -> None:
 
 def test_stages_with_their_own_data_are_checked_one_by_one(run: Any, tmp_path: Path) -> None:
     demos = write(tmp_path / "d.jsonl", [{"prompt": f"q{i}", "completion": "a"} for i in range(8)])
-    data = {"train": [{"path": demos, "stages": ["sft"]}, {"path": write(tmp_path / "p.jsonl", pairs(8)), "stages": ["reward", "ppo"]}]}
+    data = {
+        "train": [
+            {"path": demos, "stages": ["sft"]},
+            {"path": write(tmp_path / "p.jsonl", pairs(8)), "stages": ["reward", "ppo"]},
+        ]
+    }
     code, text = run(data=data)
     assert code == 0, text
     assert text.index("sft: demonstration") < text.index("reward: preference") < text.index("ppo: prompt")

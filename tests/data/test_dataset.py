@@ -63,6 +63,15 @@ def test_records_may_be_given_in_code(encoder: ConversationEncoder, loose_settin
     assert example.record == Demonstration(talk("q", "a"))
 
 
+def test_what_a_prompt_brings_along_is_kept(encoder: ConversationEncoder, loose_settings: Any) -> None:
+    import datetime
+
+    rows = [{"prompt": "q", "reference": 3, "level": 2, "meta": {"language": "zh", "day": datetime.date(2024, 5, 1)}}]
+    (example,) = load(loose_settings(), encoder, "prompt", train_dataset=rows).train
+    assert example.record.reference == "3"
+    assert example.record.meta == {"level": 2, "language": "zh", "day": "2024-05-01"}
+
+
 def test_scores_and_plain_text(encoder: ConversationEncoder, loose_settings: Any) -> None:
     rows = [{"user_input": "q", "completion": "a", "score": 0}]
     assert load(loose_settings(), encoder, "scored", train_dataset=rows).train[0].label == 0.0

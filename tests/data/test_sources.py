@@ -282,3 +282,8 @@ def test_zstandard_frames_one_after_the_other_are_one_file(tmp_path: Path) -> No
 def test_a_mapping_is_no_list_of_rows() -> None:
     with pytest.raises(DataError, match="expected a list of rows"):
         list(read_rows({"prompt": ["a"]}))
+
+
+def test_rows_that_can_be_read_only_once_are_refused() -> None:
+    with pytest.raises(DataError, match="Make it a list"):
+        list(read_rows(iter(ROWS)))

@@ -278,7 +278,9 @@ def _check_not_empty(store: TokenStore) -> None:
     too_long = all(set(report.dropped) <= {TOO_LONG} for report in reports)
     cure = "Raise data.max_length or set data.truncate." if too_long else "Fix the rows."
     errors = [error for report in reports for error in report.errors[:1]]
-    raise DataError("\n  ".join([f"nothing is left of {sum(report.read for report in reports):,} rows. {reasons}. {cure}", *errors]))
+    raise DataError(
+        "\n  ".join([f"nothing is left of {sum(report.read for report in reports):,} rows. {reasons}. {cure}", *errors])
+    )
 
 
 def source_reports(store: TokenStore) -> tuple[SourceReport, ...]:

@@ -37,6 +37,10 @@ def read_rows(
     if not isinstance(source, str | Path):
         if hasattr(source, "keys") and not hasattr(source, "features"):
             raise DataError(f"{name}: expected a list of rows or a datasets.Dataset, found {type(source).__name__}")
+        if iter(source) is source:
+            raise DataError(
+                f"{name}: rows are read more than once, but a {type(source).__name__} gives them only once. Make it a list."
+            )
         yield from (Row(value, f"{name}[{i}]") for i, value in enumerate(source))
         return
     found = locate(source)

@@ -52,7 +52,7 @@ class StoreWriter:
         self._write("groups", [group])
         self._write("keys", [key])
         kept = None if isinstance(record, PlainText) else {"kind": type(record).__name__, **asdict(record)}
-        text = json.dumps([origin, kept], ensure_ascii=False).encode("utf-8", "surrogatepass")
+        text = json.dumps([origin, kept], ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")  # a date in `meta` …
         self._files["texts"].write(text)
         self._write("text_lengths", [len(text)])
         self.size += 1
