@@ -58,15 +58,21 @@ def judge_models(config: Config, models: Mapping[str, Path]) -> list[Judged]:
     return results
 
 
-def _judge(config: Config, name: str, loaded: LoadedModel, model: FrozenModel, base: FrozenModel, judge: FunctionReward) -> Judged:
+def _judge(
+    config: Config, name: str, loaded: LoadedModel, model: FrozenModel, base: FrozenModel, judge: FunctionReward
+) -> Judged:
     encoder = ConversationEncoder(loaded.tokenizer, config.model.chat_template)
     examples = _prompts(config, encoder)
     params = SamplingParams.from_settings(config.generate, encoder.stop_token_ids)
     prompt_ids = [example.tree.segments[0].tokens.tolist() for example in examples]
     seed = config.generate.seed if config.generate.seed is not None else config.run.seed
-    rollouts = PlainGenerator(loaded.module, loaded.tokenizer).generate(prompt_ids, params, seeds=[seed * 1_000_003 + i for i in range(len(prompt_ids))])
+    rollouts = PlainGenerator(loaded.module, loaded.tokenizer).generate(
+        prompt_ids, params, seeds=[seed * 1_000_003 + i for i in range(len(prompt_ids))]
+    )
     samples = [
-        Sample(example.record, ids, rollout.token_ids, before_stop(encoder.decode(rollout.token_ids), params.stop), rollout.truncated)  # type: ignore[arg-type]
+        Sample(
+            example.record, ids, rollout.token_ids, before_stop(encoder.decode(rollout.token_ids), params.stop), rollout.truncated
+        )  # type: ignore[arg-type]
         for example, ids, rollout in zip(examples, prompt_ids, rollouts, strict=True)
     ]
     scores = judge.score(samples)
@@ -78,7 +84,9 @@ def _judge(config: Config, name: str, loaded: LoadedModel, model: FrozenModel, b
         name,
         float(np.mean(scores)),
         {language: float(np.mean(own)) for language, own in sorted(languages.items())},
-        0.0 if model is base else _kl(model, base, prompt_ids, [r.token_ids for r in rollouts], config.train.max_tokens, params.temperature or 1.0),
+        0.0
+        if model is base
+        else _kl(model, base, prompt_ids, [r.token_ids for r in rollouts], config.train.max_tokens, params.temperature or 1.0),
         float(np.mean([len(rollout.token_ids) for rollout in rollouts])),
         [
             {"prompt": [message.as_dict() for message in sample.prompt.messages], "response": sample.response, "score": score}
@@ -96,10 +104,20 @@ def _prompts(config: Config, encoder: ConversationEncoder) -> Sequence[Example]:
 
 
 @torch.no_grad()
-def _kl(model: FrozenModel, base: FrozenModel, prompts: list[list[int]], responses: list[list[int]], max_tokens: int, temperature: float) -> float:
+def _kl(
+    model: FrozenModel,
+    base: FrozenModel,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    max_tokens: int,
+    temperature: float,
+) -> float:
     trees = [branching(prompt, [response]) for prompt, response in zip(prompts, responses, strict=True)]
     total = 0.0
     for pack in pack_trees(trees, max_tokens):
-        difference = model.token_logprobs(pack, temperature=temperature).logprobs - base.token_logprobs(pack, temperature=temperature).logprobs
+        difference = (
+            model.token_logprobs(pack, temperature=temperature).logprobs
+            - base.token_logprobs(pack, temperature=temperature).logprobs
+        )
         total += float(difference.double().sum())
     return total / len(trees)

@@ -82,7 +82,9 @@ def run_pipeline(config: Config, say: Say = print) -> PipelineResult:
         if config.pipeline.judge:
             from accord.judging import judge_models
 
-            models = {stage: folder / stage / "model" for stage in ("sft", "dpo", "ppo") if stage in result.summaries}
+            models: dict[str, Path] = {
+                stage: folder / stage / "model" for stage in ("sft", "dpo", "ppo") if stage in result.summaries
+            }
             if models:
                 say("\n── judge " + "─" * 60)
                 result.judged = judge_models(config, models)
@@ -130,9 +132,13 @@ def stage_config(config: Config, stage: str, folder: Path, planned: list[str] | 
 def _check(stage: str, config: Config) -> None:
     """What can be refused before the first stage spends an hour."""
     if config.data.train is None:
-        raise ConfigError(f"data.train: stage {stage} has no data. Name a file, a folder or a hub id, or tie a source to it with stages: [{stage}].")
+        raise ConfigError(
+            f"data.train: stage {stage} has no data. Name a file, a folder or a hub id, or tie a source to it with stages: [{stage}]."
+        )
     if stage == "ppo" and config.reward_model.path is None and any(source.type == "model" for source in config.ppo.rewards):
-        raise ConfigError("reward_model.path: stage ppo asks a reward model for scores, but none is named and none is trained. Add reward to pipeline.stages or set reward_model.path.")
+        raise ConfigError(
+            "reward_model.path: stage ppo asks a reward model for scores, but none is named and none is trained. Add reward to pipeline.stages or set reward_model.path."
+        )
 
 
 def _earlier(folder: Path, stages: list[str]) -> dict[str, dict[str, Any]]:

@@ -100,7 +100,9 @@ def with_lora(model):
     import peft
 
     torch.manual_seed(1)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    )
     return adapted
 
 
@@ -123,7 +125,10 @@ def test_changing_one_packed_example_leaves_the_others_untouched(family: str) ->
     packed = PackedModel(tiny(family))
     before = make_pack(trees, range(len(trees)))
     changed = list(trees)
-    changed[0] = branching([(t + 5) % VOCABULARY for t in trees[0].segments[0].tokens], [(trees[0].segments[i].tokens + 7) % VOCABULARY for i in (1, 2)])
+    changed[0] = branching(
+        [(t + 5) % VOCABULARY for t in trees[0].segments[0].tokens],
+        [(trees[0].segments[i].tokens + 7) % VOCABULARY for i in (1, 2)],
+    )
     after = make_pack(changed, range(len(trees)))
     with torch.no_grad():
         a, b = (packed.token_logprobs(p).logprobs for p in (before, after))
@@ -139,7 +144,9 @@ def test_a_model_switched_to_segment_attention_still_generates_as_before() -> No
         ids = torch.arange(3, 15)[None]
         options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         mask = torch.ones_like(ids)
-        assert torch.equal(plain.generate(ids, attention_mask=mask, **options), switched.generate(ids, attention_mask=mask, **options))
+        assert torch.equal(
+            plain.generate(ids, attention_mask=mask, **options), switched.generate(ids, attention_mask=mask, **options)
+        )
 
 
 def test_a_pair_holds_prompt_chosen_and_rejected_and_no_more() -> None:

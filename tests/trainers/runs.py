@@ -13,7 +13,28 @@ from accord.trainers.preference import DPOTrainer
 from accord.trainers.reward import RewardTrainer
 from accord.trainers.sft import SFTTrainer
 
-WORDS = "the quick brown fox jumps over a lazy dog and four legs 你好 世界 天气 很好 谢谢 please thank you".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "and",
+    "four",
+    "legs",
+    "你好",
+    "世界",
+    "天气",
+    "很好",
+    "谢谢",
+    "please",
+    "thank",
+    "you",
+]
 
 
 def sentence(seed: int, length: int) -> str:
@@ -26,7 +47,8 @@ def demonstrations(n: int = 12) -> list[dict[str, Any]]:
 
 def pairs(n: int = 12) -> list[dict[str, Any]]:
     return [
-        {"prompt": sentence(i, 3 + i % 4), "chosen": sentence(i + 50, 2 + i % 5), "rejected": sentence(i + 90, 1 + i % 6)} for i in range(n)
+        {"prompt": sentence(i, 3 + i % 4), "chosen": sentence(i + 50, 2 + i % 5), "rejected": sentence(i + 90, 1 + i % 6)}
+        for i in range(n)
     ]
 
 
@@ -60,7 +82,9 @@ def config(model: Path, run: Path, changes: dict[str, Any] | None = None) -> Con
     return Config(**merged(base, changes or {}))
 
 
-def trainer(kind: str, model: Path, run: Path, changes: dict[str, Any] | None = None, train: Any = None, valid: Any = None) -> Any:
+def trainer(
+    kind: str, model: Path, run: Path, changes: dict[str, Any] | None = None, train: Any = None, valid: Any = None
+) -> Any:
     cls, data, own = STAGES[kind]
     return cls(config(model, run, merged(own, changes or {})), train if train is not None else data(), valid)
 

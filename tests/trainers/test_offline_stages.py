@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -37,7 +38,9 @@ def test_micro_batches_change_nothing_but_rounding(kind, tiny_folder, tmp_path):
 @pytest.mark.parametrize("family", ["bloom"])
 def test_the_padded_fallback_trains_to_the_same_numbers_as_separate_rows(kind, family, tiny_folder, tmp_path):
     whole = trainer(kind, tiny_folder(family), tmp_path / "a", {"train": {"batch_size": 8}})
-    single = trainer(kind, tiny_folder(family), tmp_path / "b", {"train": {"batch_size": 8, "max_tokens": 100}, "data": {"max_length": 100}})
+    single = trainer(
+        kind, tiny_folder(family), tmp_path / "b", {"train": {"batch_size": 8, "max_tokens": 100}, "data": {"max_length": 100}}
+    )
     assert not whole.model.packed
     for step in (1, 2):
         one, other = whole.step(step), single.step(step)
@@ -65,7 +68,8 @@ def test_reward_loss_and_scores_are_those_of_a_plain_classifier(tiny_folder, tmp
     for i in t.order.batch(1):
         tree = t.examples.train[i].tree
         chosen, rejected = (
-            float(t.model.module(input_ids=torch.from_numpy(tree.sequence(leaf).astype("int64"))[None]).logits[0, 0]) for leaf in tree.leaves
+            float(t.model.module(input_ids=torch.from_numpy(tree.sequence(leaf).astype("int64"))[None]).logits[0, 0])
+            for leaf in tree.leaves
         )
         margins.append(chosen - rejected)
         losses.append(math.log1p(math.exp(-(chosen - rejected))))
@@ -103,7 +107,11 @@ def test_it_learns(kind, tiny_folder, tmp_path):
 CHECKPOINT_EVERY_2 = {"checkpoint": {"every_steps": 2}, "train": {"max_steps": 5, "ema_decay": 0.9}, "eval": {"every_steps": 2}}
 
 
-@pytest.mark.parametrize("changes", [{}, {"model": {"lora": {"rank": 4, "dropout": 0.1}}}, {"train": {"precision": "bf16"}}], ids=["full", "lora", "bf16"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model": {"lora": {"rank": 4, "dropout": 0.1}}}, {"train": {"precision": "bf16"}}],
+    ids=["full", "lora", "bf16"],
+)
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
 def test_interrupted_and_resumed_is_the_undisturbed_run_bit_for_bit(kind, changes, tiny_folder, tmp_path, monkeypatch):
     if kind == "sft" and not changes:
@@ -188,12 +196,16 @@ def test_eos_is_learned_when_pad_is_eos(tiny_folder, tiny_tokenizer, tmp_path):
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     rows = [{"prompt": "hello", "completion": "good"}] * 8
-    t = trainer("sft", folder, tmp_path / "run", {"train": {"max_steps": 60, "batch_size": 6, "lr": 5e-3}, "data": {"holdout": 0.0}}, rows)
+    t = trainer(
+        "sft", folder, tmp_path / "run", {"train": {"max_steps": 120, "batch_size": 6, "lr": 1e-2}, "data": {"holdout": 0.0}}, rows
+    )
     t.train()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
     saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     prompt = t.encoder.encode_prompt(t_messages("hello"))
-    out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=20, do_sample=False)
+    out = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=20, do_sample=False
+    )
     assert saved.decode(out[0, len(prompt) :], skip_special_tokens=True) == "good"
     assert int(out[0, -1]) in t.encoder.stop_token_ids and out.shape[1] < len(prompt) + 20
 
@@ -207,7 +219,11 @@ def t_messages(text):
 def test_best_is_kept_by_the_named_metric_and_every_export_loads(tiny_folder, tmp_path):
     changes = {"eval": {"every_steps": 1, "best_metric": "dpo/reward_margin"}, "export": {"every_steps": 2}}
     summary = trainer("dpo", tiny_folder("llama"), tmp_path, changes).train()
-    margins = {r["step"]: r["dpo/reward_margin"] for r in map(json.loads, (tmp_path / "metrics.jsonl").open()) if r["split"] == "eval" and r["step"]}
+    margins = {
+        r["step"]: r["dpo/reward_margin"]
+        for r in map(json.loads, (tmp_path / "metrics.jsonl").open())
+        if r["split"] == "eval" and r["step"]
+    }
     best = max(margins, key=margins.get)
     assert summary["best"] == {"metric": "dpo/reward_margin", "value": margins[best], "step": best}
     assert weights(tmp_path / "best") and weights(tmp_path / "exports" / "step-2") and weights(tmp_path / "exports" / "step-4")
@@ -222,9 +238,15 @@ def test_fewer_rows_than_a_batch_is_refused(tiny_folder, tmp_path):
 
 def test_a_pair_longer_than_the_token_budget_is_refused_before_it_starts(tiny_folder, tmp_path):
     fits = trainer("dpo", tiny_folder("llama"), tmp_path / "run")
-    longest = max(e.tree.longest for part in (fits.examples.train, fits.examples.valid) for e in part)  # every sequence fits, not every pair
-    with pytest.raises(DataError, match=rf"needs up to \d+ tokens but train\.max_tokens is {longest}\. Raise train\.max_tokens to \d+"):
-        trainer("dpo", tiny_folder("llama"), tmp_path / "run", {"train": {"max_tokens": longest}, "data": {"max_length": longest}})
+    longest = max(
+        e.tree.longest for part in (fits.examples.train, fits.examples.valid) for e in part
+    )  # every sequence fits, not every pair
+    with pytest.raises(
+        DataError, match=rf"needs up to \d+ tokens but train\.max_tokens is {longest}\. Raise train\.max_tokens to \d+"
+    ):
+        trainer(
+            "dpo", tiny_folder("llama"), tmp_path / "run", {"train": {"max_tokens": longest}, "data": {"max_length": longest}}
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -276,7 +298,7 @@ def test_the_schedule_warms_up_and_ends_at_its_minimum():
 
     lrs = [scheduled_lr(s, 100, 1.0, "cosine", 0.1, 0.1) for s in range(1, 101)]
     assert lrs[0] == pytest.approx(0.1) and lrs[9] == pytest.approx(1.0) and lrs[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(lrs[9:], lrs[10:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(lrs[9:]))
     assert lrs[54] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)))
     assert scheduled_lr(55, 100, 1.0, "linear", 0.1, 0.1) == pytest.approx(0.1 + 0.9 * 0.5)
     assert scheduled_lr(1, 1, 1.0, "cosine", 0.1, 0.1) == pytest.approx(0.1)

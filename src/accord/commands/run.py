@@ -79,5 +79,11 @@ def _print_judged(judged: list[Any]) -> None:
     for column in ("model", "score", *languages, f"KL from {judged[0].name}", "length (tokens)"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for row in judged:
-        table.add_row(row.name, f"{row.score:.3f}", *(f"{row.by_language.get(n, float('nan')):.3f}" for n in languages), f"{row.kl:.2f}", f"{row.length:.1f}")
+        table.add_row(
+            row.name,
+            f"{row.score:.3f}",
+            *(f"{row.by_language.get(n, float('nan')):.3f}" for n in languages),
+            f"{row.kl:.2f}",
+            f"{row.length:.1f}",
+        )
     Console().print(table)

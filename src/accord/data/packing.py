@@ -56,7 +56,10 @@ class Pack:
         return torch.bincount(self.sequence, minlength=self.num_sequences)
 
     def to(self, device) -> Pack:
-        moved = {name: getattr(self, name).to(device) for name in ("input_ids", "position_ids", "predict", "targets", "sequence", "ends")}
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("input_ids", "position_ids", "predict", "targets", "sequence", "ends")
+        }
         return replace(self, **moved)
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
@@ -107,6 +110,7 @@ def make_pack(trees: Sequence[Tree], index: Sequence[int]) -> Pack:
                 ends.append(row + length - 1 if length else segments[parent][1] - 1)
                 sequence_index.append(number)
             row += length
+
     def joined(parts: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(0, dtype=torch.int64)
 

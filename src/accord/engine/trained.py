@@ -54,9 +54,7 @@ class TrainedModel(PackedModel):
     float32 (master weights); `train.precision` bf16 computes in bfloat16 under autocast.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, train: Train, *, total_steps: int, lr: float | None = None, ema: bool = True
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, train: Train, *, total_steps: int, lr: float | None = None, ema: bool = True) -> None:
         super().__init__(loaded.module, precision=train.precision)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
@@ -74,7 +72,11 @@ class TrainedModel(PackedModel):
         others = [p for p in self.parameters.values() if p.dim() < 2]  # biases and norms are not pulled to zero
         groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=self.peak_lr, betas=tuple(train.betas), eps=train.eps, fused=True
+            [group for group in groups if group["params"]],
+            lr=self.peak_lr,
+            betas=(train.betas[0], train.betas[1]),
+            eps=train.eps,
+            fused=True,
         )
         decay = train.ema_decay if ema else None
         self.ema_decay = decay
@@ -146,7 +148,9 @@ class TrainedModel(PackedModel):
         if self._nonfinite or not math.isfinite(norm):
             return self._nonfinite_step(lr)
         if self.train_settings.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.train_settings.max_grad_norm, torch.tensor(norm))
+            torch.nn.utils.clip_grads_with_norm_(
+                list(self.parameters.values()), self.train_settings.max_grad_norm, torch.tensor(norm)
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -208,7 +212,9 @@ class TrainedModel(PackedModel):
             p.copy_(tensors["model"][name])
         self.optimizer.state.clear()
         for name, p in self.parameters.items():
-            moments = {key.rsplit("/", 1)[1]: value for key, value in tensors["optimizer"].items() if key.rsplit("/", 1)[0] == name}
+            moments = {
+                key.rsplit("/", 1)[1]: value for key, value in tensors["optimizer"].items() if key.rsplit("/", 1)[0] == name
+            }
             if moments:
                 self.optimizer.state[p] = {key: value.clone().to(p.device) for key, value in moments.items()}
         if self.ema is not None:

@@ -30,7 +30,7 @@ class PackedModel:
         self.device = next(module.parameters()).device
         self.compute_dtype = torch.bfloat16 if precision == "bf16" else None
         self.packed = enable_segments(self.inner)
-        self._head_is_linear: bool | None = None
+        self._head_is_linear = _head_is_linear(self.inner)
 
     # -- hidden states -----------------------------------------------------------------------------------------------
 
@@ -52,15 +52,19 @@ class PackedModel:
     # -- language models ---------------------------------------------------------------------------------------------
 
     def token_logprobs(
-        self, pack: Pack, *, temperature: float = 1.0, entropy: bool = False, mean: bool = False, embedding_noise: float | None = None
+        self,
+        pack: Pack,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        mean: bool = False,
+        embedding_noise: float | None = None,
     ) -> TokenLogprobs:
         """log π(target | what comes before, temperature) of the pack's N targets, in float32, with gradient where enabled.
 
         `entropy` and `mean` ask for the distribution's entropy and its mean log-probability at the same positions.
         """
         targets = pack.targets.to(self.device)
-        if self._head_is_linear is None:
-            self._head_is_linear = _head_is_linear(self.inner)
         if self._head_is_linear:
             hidden, predict, _ = self.hidden(pack, embedding_noise)
             head = self.inner.get_output_embeddings()  # type: ignore[operator]
@@ -199,7 +203,9 @@ def enable_segments(module: nn.Module) -> bool:
     try:
         for i, tree in enumerate(pack.trees):
             for leaf in tree.leaves:
-                alone = make_pack([single(tree.sequence(leaf).tolist(), tree.sequence_trained(leaf).tolist())], [i]).to(pack.input_ids.device)
+                alone = make_pack([single(tree.sequence(leaf).tolist(), tree.sequence_trained(leaf).tolist())], [i]).to(
+                    pack.input_ids.device
+                )
                 expected.append(_padded_hidden(module, alone)[0])
         reason = "its attention cannot be replaced"
         try:
@@ -214,7 +220,11 @@ def enable_segments(module: nn.Module) -> bool:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         module.set_attn_implementation(before)  # type: ignore[operator]
         module.config._attn_implementation = before  # type: ignore[union-attr]
-        log.warning("%s does not take segment attention (%s): padded batches are used, slower and with the same numbers.", type(module).__name__, reason)
+        log.warning(
+            "%s does not take segment attention (%s): padded batches are used, slower and with the same numbers.",
+            type(module).__name__,
+            reason,
+        )
         return False
     finally:
         module.train(was_training)
@@ -239,7 +249,7 @@ def _largest_difference(pack: Pack, hidden: Tensor, expected: list[Tensor]) -> f
 
 @torch.no_grad()
 def _head_is_linear(module: nn.Module) -> bool:
-    """Whether logits are just hidden · Wᵀ + b: no soft-cap, no scaling, no bias of another kind."""
+    """Whether logits are just hidden · Wᵀ + b: no soft-cap, no scaling, no bias of another kind. False for a scalar model."""
     head = module.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         return False

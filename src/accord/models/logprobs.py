@@ -19,7 +19,9 @@ class TokenLogprobs:
     mean_logprobs: Tensor | None = None  # [N] mean_v log π(v), when asked for (label smoothing)
 
 
-def logprobs_from_logits(logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: bool = False, mean: bool = False) -> TokenLogprobs:
+def logprobs_from_logits(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: bool = False, mean: bool = False
+) -> TokenLogprobs:
     """The same from logits [N, V] that exist already."""
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logp.gather(-1, targets[:, None])[:, 0]

@@ -70,7 +70,9 @@ class SegmentLayout:
         if (window, dtype) not in self._masks:
             allowed = [group.mask(self.positions, window) for group in self.groups]
             zeros = [torch.zeros(mask.shape, dtype=dtype, device=mask.device) for mask in allowed]
-            self._masks[window, dtype] = [zero.masked_fill_(~mask, float("-inf")) for zero, mask in zip(zeros, allowed, strict=True)]
+            self._masks[window, dtype] = [
+                zero.masked_fill_(~mask, float("-inf")) for zero, mask in zip(zeros, allowed, strict=True)
+            ]
         return self._masks[window, dtype]
 
 
@@ -85,11 +87,9 @@ def _make_groups(segments: Sequence[tuple[int, int, int]], device: torch.device)
     small = sorted((i for i in items if length[i] <= SMALL), key=lambda i: (-key_length[i], -length[i]))
     buckets: list[list[int]] = [[i] for i in items if length[i] > SMALL]
     bucket: list[int] = []
-    used = padded = 0
+    used = 0
     for i in small:
-        longest = max(length[j] for j in [*bucket, i])
-        keys = max(key_length[j] for j in [*bucket, i])
-        padded = (len(bucket) + 1) * longest * keys
+        padded = (len(bucket) + 1) * max(length[j] for j in [*bucket, i]) * max(key_length[j] for j in [*bucket, i])
         if bucket and padded > GROUP_WASTE * (used + length[i] * key_length[i]):
             buckets.append(bucket)
             bucket, used = [], 0

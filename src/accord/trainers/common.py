@@ -27,7 +27,13 @@ Need = Literal["demonstration", "preference", "scored", "prompt", "text"]
 
 
 def load_data(
-    config: Config, need: Need, train_dataset: Any = None, valid_dataset: Any = None, *, path: str | None = None, train_on: str = "assistant"
+    config: Config,
+    need: Need,
+    train_dataset: Any = None,
+    valid_dataset: Any = None,
+    *,
+    path: str | None = None,
+    train_on: str = "assistant",
 ) -> tuple[ConversationEncoder, Examples, LoadedModel | None]:
     """Tokenizer and examples, before any weight is loaded: what is wrong with the data is said first.
 
@@ -38,11 +44,15 @@ def load_data(
     model = config.model
     if path is None and model.path is None:
         if model.from_scratch is None:
-            raise ConfigError("model.path: no model is named. Set model.path to a folder, a hub id or a run, or describe one in model.from_scratch.")
+            raise ConfigError(
+                "model.path: no model is named. Set model.path to a folder, a hub id or a run, or describe one in model.from_scratch."
+            )
         loaded = load_causal(model, seed=config.run.seed, trainable=True, texts=corpus(config.data, train_dataset))
         tokenizer = loaded.tokenizer
     else:
-        tokenizer = load_tokenizer(path or str(model.path), model.chat_template, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(
+            path or str(model.path), model.chat_template, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
     encoder = ConversationEncoder(tokenizer, model.chat_template)
     examples = load_examples(
         config.data, encoder, need, seed=config.run.seed, max_length=config.data.max_length,
@@ -70,7 +80,9 @@ def check_context(module: Any, max_length: int, key: str = "data.max_length") ->
     config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
     context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if isinstance(context, int) and max_length > context:
-        raise ConfigError(f"{key} is {max_length:,}, but the model reads at most {context:,} tokens. Set {key} to {context:,} or less.")
+        raise ConfigError(
+            f"{key} is {max_length:,}, but the model reads at most {context:,} tokens. Set {key} to {context:,} or less."
+        )
 
 
 def batch_packs(examples: Sequence[Example], indices: Iterable[int], max_tokens: int) -> list[Pack]:

@@ -7,8 +7,7 @@ import math
 import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,11 +18,11 @@ from torch import Tensor
 from accord.engine.checkpoint import latest_checkpoint, save_checkpoint
 from accord.errors import ConfigError, Interrupted, NonFiniteError
 from accord.track.files import plain, write_atomically
+from accord.track.run import RunFolder, open_run
 from accord.track.tracker import Tracker
 
 if TYPE_CHECKING:
     from accord.config import Config
-    from accord.track.run import RunFolder
 
 # Where a larger number is better; of everything else (losses, perplexity, kl) a smaller one is.
 LARGER_IS_BETTER = ("accuracy", "score", "margin", "win_rate")
@@ -74,12 +73,19 @@ def seed_everything(seed: int, stage: str, step: int) -> None:
     random.seed(int(word[0]) << 32 | int(word[1]))
 
 
-def run_loop(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
-    """Train from where `run` stands to the end, and return the summary that was written.
+def run_loop(trainer: Trainer, run: RunFolder | None = None) -> dict[str, Any]:
+    """Train from where `run` (by default that of `run.dir`) stands to the end, and return the summary that was written.
 
     A run that was cut off goes on from its last whole checkpoint, bit for bit as if it had not been (ARCHITECTURE §6).
     Raises Interrupted after a checkpoint on SIGINT or SIGTERM, NonFiniteError as ALGORITHMS §0.7 says.
     """
+    with run or open_run(trainer.config, trainer.stage, Path(trainer.config.run.dir)) as run:
+        if run.state == "finished":
+            return run.summary() or {}
+        return _run(trainer, run)
+
+
+def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
     config = trainer.config
     run.begin()
     start, notes = 0, _Notes()
@@ -87,7 +93,10 @@ def run_loop(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
         state = checkpoint.state
         trainer.load_state({name: checkpoint.tensors(name) for name in state["files"]}, state["trainer"])
         start, notes = checkpoint.step, _Notes(**state["notes"])
-    with Tracker(run, config.track, trainer.stage, trainer.total_steps, trainer.headline, start) as tracker, _Signals() as signals:
+    with (
+        Tracker(run, config.track, trainer.stage, trainer.total_steps, trainer.headline, start) as tracker,
+        _Signals() as signals,
+    ):
         for warning in run.warnings:
             tracker.note(warning)
         if start:
@@ -118,7 +127,9 @@ def run_loop(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
             if not last and (triggers.checkpoint(step) or signals.received):
                 _save(trainer, run, tracker, notes, step)
             if signals.received and not last:
-                raise Interrupted(f"stopped by {signals.name} after step {step} of {trainer.total_steps}. Start the same command again to go on.")
+                raise Interrupted(
+                    f"stopped by {signals.name} after step {step} of {trainer.total_steps}. Start the same command again to go on."
+                )
         summary = _summary(trainer, tracker, notes)
     trainer.export(run.folder)
     run.finish(summary)
@@ -128,7 +139,13 @@ def run_loop(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
 class _Notes:
     """What the loop itself must not forget over a resume."""
 
-    def __init__(self, best: float | None = None, best_step: int | None = None, final: dict[str, float] | None = None, first: dict[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        best: float | None = None,
+        best_step: int | None = None,
+        final: dict[str, float] | None = None,
+        first: dict[str, float] | None = None,
+    ) -> None:
         self.best, self.best_step = best, best_step
         self.first = first or {}  # evaluation before training
         self.final = final or {}  # the newest evaluation
@@ -176,7 +193,13 @@ def _save(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, ste
 
 def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes) -> dict[str, Any]:
     name = trainer.config.eval.best_metric or trainer.best_metric
-    summary: dict[str, Any] = {"stage": trainer.stage, "steps": trainer.total_steps, "wall_s": round(tracker.wall_s, 1), "final": notes.final, "before": notes.first}
+    summary: dict[str, Any] = {
+        "stage": trainer.stage,
+        "steps": trainer.total_steps,
+        "wall_s": round(tracker.wall_s, 1),
+        "final": notes.final,
+        "before": notes.first,
+    }
     if notes.best is not None:
         summary["best"] = {"metric": name, "value": notes.best, "step": notes.best_step}
     summary["peak_memory_gib"] = round(peak_memory_gib(), 3)
@@ -213,7 +236,11 @@ class _Triggers:
 
     def evaluation(self, step: int) -> bool:
         e = self.trainer.config.eval
-        return bool(e.every_steps and step % e.every_steps == 0) or self._epochs(step, e.every_epochs) or self._seconds("eval", e.every_seconds)
+        return (
+            bool(e.every_steps and step % e.every_steps == 0)
+            or self._epochs(step, e.every_epochs)
+            or self._seconds("eval", e.every_seconds)
+        )
 
     def export(self, step: int) -> bool:
         e = self.trainer.config.export
@@ -221,7 +248,11 @@ class _Triggers:
 
     def checkpoint(self, step: int) -> bool:
         c = self.trainer.config.checkpoint
-        return bool(c.every_steps and step % c.every_steps == 0) or self._epochs(step, c.every_epochs) or self._seconds("checkpoint", c.every_seconds)
+        return (
+            bool(c.every_steps and step % c.every_steps == 0)
+            or self._epochs(step, c.every_epochs)
+            or self._seconds("checkpoint", c.every_seconds)
+        )
 
 
 class _Signals:
@@ -242,7 +273,7 @@ class _Signals:
         self.received = number
 
     def __enter__(self) -> _Signals:
-        with _main_thread_only():
+        with suppress(ValueError):  # only the main thread may set handlers; in another, signals stay with whoever owns it
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -250,15 +281,6 @@ class _Signals:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _main_thread_only() -> Iterator[None]:
-    """Python allows signal handlers in the main thread alone; in another, signals stay with whoever owns it."""
-    try:
-        yield
-    except ValueError:
-        pass
 
 
 def peak_memory_gib() -> float:

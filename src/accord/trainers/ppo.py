@@ -29,7 +29,7 @@ from accord.engine.trained import TrainedModel, count_targets, prefixed, unprefi
 from accord.errors import ConfigError
 from accord.models.load import load_causal
 from accord.rewards import FunctionReward, Sample, combine
-from accord.track.run import RunFolder, open_run
+from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
 from accord.trainers.loop import run_loop
 from accord.trainers.ppo_experience import Averages, Experience, Rollouts, score_metrics, spread
@@ -104,10 +104,7 @@ class PPOTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        if run is not None:
-            return run_loop(self, run)
-        with open_run(self.config, self.stage, Path(self.config.run.dir)) as run:
-            return run_loop(self, run)
+        return run_loop(self, run)
 
     # -- one iteration -----------------------------------------------------------------------------------------------
 

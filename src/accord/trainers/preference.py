@@ -15,8 +15,17 @@ from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel
 from accord.models.forward import FrozenModel
 from accord.models.load import load_causal
-from accord.track.run import RunFolder, open_run
-from accord.trainers.common import batch_packs, check_context, export_trained, limited, load_data, save_trained, spread, step_metrics
+from accord.track.run import RunFolder
+from accord.trainers.common import (
+    batch_packs,
+    check_context,
+    export_trained,
+    limited,
+    load_data,
+    save_trained,
+    spread,
+    step_metrics,
+)
 from accord.trainers.loop import run_loop
 
 if TYPE_CHECKING:
@@ -31,8 +40,8 @@ class DPOTrainer:
     """
 
     stage = "dpo"
-    headline = ("dpo/loss", "dpo/reward_accuracy", "dpo/reward_margin", "train/tokens_per_s")
-    best_metric = "dpo/reward_accuracy"
+    headline: tuple[str, ...] = ("dpo/loss", "dpo/reward_accuracy", "dpo/reward_margin", "train/tokens_per_s")
+    best_metric: str | None = "dpo/reward_accuracy"
 
     def __init__(self, config: Config, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         self.config = config = config.for_stage(self.stage)
@@ -49,7 +58,7 @@ class DPOTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        return run_loop(self, run or open_run(self.config, self.stage, Path(self.config.run.dir)))
+        return run_loop(self, run)
 
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step: the mean loss over all pairs of the batch."""
@@ -143,7 +152,13 @@ def reference_for(config: Config, model: TrainedModel) -> FrozenModel | None:
         loaded_module = _copy_of(model)
         return FrozenModel(loaded_module, precision=config.train.precision)
     bare = config.model.model_copy(update={"lora": None})
-    loaded = load_causal(bare, seed=config.run.seed, trainable=False, path=path or config.model.path, dtype=config.reference.dtype or config.model.dtype)
+    loaded = load_causal(
+        bare,
+        seed=config.run.seed,
+        trainable=False,
+        path=path or config.model.path,
+        dtype=config.reference.dtype or config.model.dtype,
+    )
     return FrozenModel(loaded.module, precision=config.train.precision)
 
 

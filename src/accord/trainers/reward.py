@@ -14,8 +14,18 @@ from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel
 from accord.errors import ConfigError
 from accord.models.load import load_scalar
-from accord.track.run import RunFolder, open_run
-from accord.trainers.common import batch_packs, check_context, export_trained, labels_of, limited, load_data, save_trained, spread, step_metrics
+from accord.track.run import RunFolder
+from accord.trainers.common import (
+    batch_packs,
+    check_context,
+    export_trained,
+    labels_of,
+    limited,
+    load_data,
+    save_trained,
+    spread,
+    step_metrics,
+)
 from accord.trainers.loop import run_loop
 
 if TYPE_CHECKING:
@@ -33,12 +43,21 @@ class RewardTrainer:
     def __init__(self, config: Config, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         self.config = config = config.for_stage(self.stage)
         self.pairwise = config.reward.loss_type == "pairwise"
-        self.headline = ("reward/loss", "reward/accuracy" if self.pairwise else "reward/std", "train/lr", "train/tokens_per_s")
-        self.best_metric = "reward/accuracy" if self.pairwise else "reward/loss"
+        self.headline: tuple[str, ...] = (
+            "reward/loss",
+            "reward/accuracy" if self.pairwise else "reward/std",
+            "train/lr",
+            "train/tokens_per_s",
+        )
+        self.best_metric: str | None = "reward/accuracy" if self.pairwise else "reward/loss"
         start = config.reward_model.path or config.model.path
         if start is None:
-            raise ConfigError("model.path: a reward model starts from a trained model. Set model.path (or reward_model.path) to a folder, a hub id or a run.")
-        self.encoder, self.examples, _ = load_data(config, "preference" if self.pairwise else "scored", train_dataset, valid_dataset, path=start)
+            raise ConfigError(
+                "model.path: a reward model starts from a trained model. Set model.path (or reward_model.path) to a folder, a hub id or a run."
+            )
+        self.encoder, self.examples, _ = load_data(
+            config, "preference" if self.pairwise else "scored", train_dataset, valid_dataset, path=start
+        )
         self.order = BatchOrder(len(self.examples.train), config.train.batch_size, config.run.seed, config.data.shuffle)
         self.total_steps = self.order.total_steps(config.train.epochs, config.train.max_steps)
         loaded = load_scalar(start, config.model, seed=config.run.seed, trainable=True)
@@ -49,7 +68,7 @@ class RewardTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        return run_loop(self, run or open_run(self.config, self.stage, Path(self.config.run.dir)))
+        return run_loop(self, run)
 
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step: the mean loss over all pairs (or scored answers) of the batch."""
@@ -64,7 +83,11 @@ class RewardTrainer:
             loss += float(pack_loss.detach())
             scores.append(pack_scores.detach())
         info = self.model.step()
-        return {"reward/loss": loss, **self._statistics(torch.cat(scores)), **step_metrics(info, self.model, packs, self.config.train.max_tokens)}
+        return {
+            "reward/loss": loss,
+            **self._statistics(torch.cat(scores)),
+            **step_metrics(info, self.model, packs, self.config.train.max_tokens),
+        }
 
     def _loss(self, pack: Pack, scores: Tensor, labels: Tensor | None, total: int) -> Tensor:
         """This pack's share of the step's loss; `labels` are margins or scores in the order that `pack.tree_index` counts in."""

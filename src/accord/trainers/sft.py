@@ -12,8 +12,17 @@ from accord.data.loader import BatchOrder
 from accord.data.packing import pack_trees
 from accord.engine.trained import TrainedModel, count_targets
 from accord.models.load import load_causal
-from accord.track.run import RunFolder, open_run
-from accord.trainers.common import batch_packs, check_context, export_trained, limited, load_data, perplexity, save_trained, step_metrics
+from accord.track.run import RunFolder
+from accord.trainers.common import (
+    batch_packs,
+    check_context,
+    export_trained,
+    limited,
+    load_data,
+    perplexity,
+    save_trained,
+    step_metrics,
+)
 from accord.trainers.loop import run_loop
 
 if TYPE_CHECKING:
@@ -27,12 +36,14 @@ class SFTTrainer:
     """
 
     stage = "sft"
-    headline = ("sft/loss", "sft/perplexity", "train/lr", "train/tokens_per_s")
-    best_metric = "sft/loss"
+    headline: tuple[str, ...] = ("sft/loss", "sft/perplexity", "train/lr", "train/tokens_per_s")
+    best_metric: str | None = "sft/loss"
 
     def __init__(self, config: Config, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         self.config = config = config.for_stage(self.stage)
-        self.encoder, self.examples, loaded = load_data(config, "demonstration", train_dataset, valid_dataset, train_on=config.sft.train_on)
+        self.encoder, self.examples, loaded = load_data(
+            config, "demonstration", train_dataset, valid_dataset, train_on=config.sft.train_on
+        )
         self.order = BatchOrder(len(self.examples.train), config.train.batch_size, config.run.seed, config.data.shuffle)
         self.total_steps = self.order.total_steps(config.train.epochs, config.train.max_steps)
         loaded = loaded or load_causal(config.model, seed=config.run.seed, trainable=True)
@@ -43,7 +54,7 @@ class SFTTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        return run_loop(self, run or open_run(self.config, self.stage, Path(self.config.run.dir)))
+        return run_loop(self, run)
 
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step: the mean negative log-likelihood over all trained tokens of the batch."""
@@ -61,7 +72,11 @@ class SFTTrainer:
             loss += float(pack_loss.detach())
             likelihood += float(out.logprobs.detach().double().sum()) / total
         info = self.model.step()
-        return {"sft/loss": loss, "sft/perplexity": perplexity(-likelihood), **step_metrics(info, self.model, packs, self.config.train.max_tokens)}
+        return {
+            "sft/loss": loss,
+            "sft/perplexity": perplexity(-likelihood),
+            **step_metrics(info, self.model, packs, self.config.train.max_tokens),
+        }
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The held-out loss per token, and its exponential."""
@@ -71,7 +86,9 @@ class SFTTrainer:
         if not total:
             return {}
         with self.model.evaluating():
-            loss = -sum(float(self.model.token_logprobs(pack).logprobs.double().sum()) for pack in packs if pack.num_targets) / total
+            loss = (
+                -sum(float(self.model.token_logprobs(pack).logprobs.double().sum()) for pack in packs if pack.num_targets) / total
+            )
         return {"sft/loss": loss, "sft/perplexity": perplexity(loss)}
 
     def epoch(self, step: int) -> float:
