@@ -38,5 +38,5 @@ class BatchOrder:
         return step / self.steps_per_epoch
 
     def total_steps(self, epochs: float, max_steps: int | None) -> int:
-        steps = max(1, math.ceil(self.steps_per_epoch * epochs))
-        return steps if max_steps is None else min(steps, max_steps) if epochs else max_steps
+        """`max_steps` where it is set, however many epochs that is; else the steps of `epochs`."""
+        return max_steps if max_steps is not None else max(1, math.ceil(self.steps_per_epoch * epochs))

@@ -25,7 +25,7 @@ State = Literal["new", "resumable", "finished"]
 
 # What a run writes into its folder. Overwriting removes these and nothing else.
 FILES = ("summary.json", "report.html", "metrics.jsonl", "samples.jsonl")
-FOLDERS = ("checkpoints", "model", "adapter", "best", "ema", "exports", "tensorboard")
+FOLDERS = ("checkpoints", "model", "critic", "adapter", "best", "ema", "exports", "tensorboard")
 STAGES = ("sft", "reward", "dpo", "ppo")
 
 # Keys that change where, whether or how visibly a run happens, but none of its numbers: they may differ on resume.

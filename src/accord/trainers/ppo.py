@@ -24,7 +24,7 @@ from accord.data.dataset import Example, load_examples
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack, pack_trees
 from accord.data.records import Prompt
-from accord.engine.generate import PlainGenerator, SamplingParams
+from accord.engine.generate import PlainGenerator, SamplingParams, before_stop
 from accord.engine.trained import TrainedModel, count_targets, prefixed, unprefixed
 from accord.errors import ConfigError
 from accord.models.load import load_causal
@@ -306,7 +306,7 @@ class PPOTrainer:
         with sampling(self.policy):
             answers = self.generator.generate([ids for _, ids in asked], self.params, seeds=words)
         samples = [
-            Sample(prompt, ids, answer.token_ids, self.encoder.decode(answer.token_ids), answer.finish_reason == "length")
+            Sample(prompt, ids, answer.token_ids, before_stop(self.encoder.decode(answer.token_ids), self.params.stop), answer.truncated)
             for (prompt, ids), answer in zip(asked, answers, strict=True)
         ]
         return Rollouts(samples, torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float32))
