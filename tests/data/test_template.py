@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,25 @@ THINKING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 NO_END = "{% for m in messages %}{{ '### ' + m['role'] + '\\n' + m['content'] + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
+# Mistral's way: the system text goes into the last user turn.
+MOVED_SYSTEM = (
+    "{{ bos_token }}{% set ns = namespace(system='', last=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = m['content'] + '\\n\\n' %}"
+    "{% elif m['role'] == 'user' %}{% set ns.last = loop.index %}{% endif %}{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + (ns.system if loop.index == ns.last else '') + m['content'] + '[/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+# Phi 3's way: tokens that swallow the white space after them, and an end of text after the end of the turn.
+PHI = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+# GLM's way: nothing ends a turn but the next one's beginning.
+OPEN_END = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
 TRAILING_SPACE = "{% for m in messages %}{{ ('Q: ' + m['content'] + ' A: ') if m['role'] == 'user' else (m['content'] + '<|im_end|>') }}{% endfor %}"
 
 
@@ -187,13 +207,18 @@ def test_metaspace_pieces_join_without_extra_spaces(metaspace: Any, answer: str)
     assert ids[: len(opening) - 1] == opening[:-1]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "metaspace_everywhere"])
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "metaspace_everywhere", "phi"])
 @many
 @given(question=contents.filter(lambda text: "<" not in text), answer=contents.filter(lambda text: "<" not in text))
 def test_cut_at_special_tokens_or_whole_gives_the_same_tokens(request: Any, kind: str, question: str, answer: str) -> None:
-    encoder = _cached(kind, request.getfixturevalue(kind), LLAMA2)
+    if kind == "phi":
+        encoder = _cached("phi", lambda: role_tokens(request.getfixturevalue("byte_level")(), rstrip=True, lstrip=True), PHI)
+    else:
+        encoder = _cached(kind, request.getfixturevalue(kind), LLAMA2)
     rendered = encoder.renderer.render(talk(question, answer))
     ids, _, ends = encoder._tokenise(rendered, len(rendered.text))
+    if kind == "phi":  # its template writes no BOS
+        ids, ends = ids[1:], ends[1:]
     cut_ids, cut_offsets = encoder._tokenise_pieces(rendered.text, rendered)
     assert cut_ids == ids.tolist()
     assert [end for _, end in cut_offsets] == ends.tolist()
@@ -213,6 +238,43 @@ def test_reasoning_that_the_template_drops_is_not_looked_for(tokenizer: Any) -> 
         "answer one<|im_end|>",
         "<think>\n\n</think>\n\nanswer two<|im_end|>",  # what follows the generation prompt is the model's to write
     ]
+
+
+def role_tokens(tokenizer: Any, rstrip: bool = False, lstrip: bool = False) -> Any:
+    from tokenizers import AddedToken
+
+    names = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+    tokenizer.add_tokens(
+        [AddedToken(name, special=True, rstrip=rstrip, lstrip=lstrip and name == "<|end|>") for name in names],
+        special_tokens=True,
+    )
+    return tokenizer
+
+
+@many
+@given(system=contents, turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=2))
+def test_a_template_that_moves_the_system_turn(byte_level: Any, system: str, turns: list) -> None:
+    encoder = _cached("moved", byte_level, MOVED_SYSTEM)
+    (segment,) = encoder.encode(talk(*(text for turn in turns for text in turn), system=system)).segments
+    assert trained_runs(encoder, segment.tokens, segment.trained) == [f" {answer}</s>" for _, answer in turns]
+
+
+@many
+@given(question=contents, answer=contents)
+def test_tokens_that_swallow_white_space(byte_level: Any, question: str, answer: str) -> None:
+    encoder = _cached("phi", lambda: role_tokens(byte_level(), rstrip=True, lstrip=True), PHI)
+    (segment,) = encoder.encode(talk(question, answer)).segments
+    assert encoder.stop_token_ids == encoder.tokenizer.convert_tokens_to_ids(["<|end|>", "</s>"])
+    assert trained_runs(encoder, segment.tokens, segment.trained) == [
+        re.sub(r"^[^\S\x1c-\x1f]+|[^\S\x1c-\x1f]+$", "", answer) + "<|end|>"
+    ]
+
+
+def test_what_begins_the_next_turn_does_not_end_this_one(byte_level: Any) -> None:
+    encoder = ConversationEncoder(role_tokens(byte_level()), OPEN_END)
+    (segment,) = encoder.encode(talk("a", "b", "c", "d")).segments
+    assert trained_runs(encoder, segment.tokens, segment.trained) == ["b", "d</s>"]
+    assert encoder.stop_token_ids == [encoder.tokenizer.eos_token_id]
 
 
 def test_without_an_end_token_in_the_template_eos_is_appended(tokenizer: Any) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+# What tokenizers take for white space: Unicode's property, which is not all that str.strip removes.
+_WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 TrainOn = Literal["assistant", "last", "all"]
 
 
@@ -154,6 +156,11 @@ class ConversationEncoder:
         if not _overlap(written, rendered.contents):
             encoding = self._backend.encode(text, add_special_tokens=False)
             ids, offsets = list(encoding.ids), list(encoding.offsets)
+            if self._swallowing:  # the white space that such a token takes in is not where it ends: an answer may begin with it
+                for i, token in enumerate(ids):
+                    if string := self._swallowing.get(token):
+                        start = text.index(string, *offsets[i])
+                        offsets[i] = (start, start + len(string))
         else:
             ids, offsets = self._tokenise_pieces(text, rendered)
         if self._adds_bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
@@ -172,8 +179,9 @@ class ConversationEncoder:
         offsets: list[tuple[int, int]] = []
         position = 0
         for start, end in [*own, (len(text), len(text))]:
-            if start > position:
-                piece_ids, piece_offsets = self._encode_plain(text[position:start], inside=position > 0)
+            between = text[position:start].rstrip(_WHITE_SPACE) if text[start:end] in self._strips_left else text[position:start]
+            if between:
+                piece_ids, piece_offsets = self._encode_plain(between, inside=position > 0)
                 ids += piece_ids
                 offsets += [(a + position, b + position) for a, b in piece_offsets]
             position = end
@@ -182,7 +190,7 @@ class ConversationEncoder:
                 ids.append(self._token_id(token))
                 offsets.append((start, end))
                 if token in self._strips_right:
-                    position += len(text[position:]) - len(text[position:].lstrip())
+                    position += len(text[position:]) - len(text[position:].lstrip(_WHITE_SPACE))
         return ids, offsets
 
     def _encode_plain(self, text: str, inside: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
@@ -219,6 +227,8 @@ class ConversationEncoder:
         special = {token.content for token in added if token.special}
         unmarked = (self.renderer.structural_tokens() | set(self.tokenizer.all_special_tokens)) - special
         self._strips_right = {token.content for token in added if token.rstrip}
+        self._strips_left = {token.content for token in added if token.lstrip}
+        self._swallowing = {self._token_id(string): string for string in self._strips_right | self._strips_left}
         self._unmarked = _alternatives(unmarked)
         probe = self._backend.encode("a", add_special_tokens=False).tokens
         self._prefixes_space = probe[:1] != ["a"] and probe[0].startswith("▁")
