@@ -231,6 +231,35 @@ def test_a_token_across_the_border_belongs_to_the_answer(encoder: ConversationEn
     assert trained_runs(crossing, tree.segments[1].tokens, tree.segments[1].trained) == [" legs does it have?<|im_end|>"]
 
 
+@many
+@given(question=contents, answers=st.lists(contents, min_size=1, max_size=3))
+def test_a_branch_is_the_conversation_alone_also_without_a_token_at_the_border(
+    byte_level: Any, question: str, answers: list[str]
+) -> None:
+    encoder = _cached("trailing", byte_level, TRAILING_SPACE.replace("<|im_end|>", "</s>"))
+    tree = encoder.encode_responses(talk(question), answers)
+    for leaf, answer in zip(tree.leaves, answers, strict=True):
+        (alone,) = encoder.encode(talk(question, answer)).segments
+        assert np.array_equal(tree.sequence(leaf), alone.tokens)
+        assert np.array_equal(tree.sequence_trained(leaf), alone.trained)
+        assert answer in "".join(trained_runs(encoder, alone.tokens, alone.trained))
+
+
+def test_where_answers_change_the_prompts_own_tokens_only_what_is_equal_is_shared() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["</s>", "a", "b", "c", "d", "z", "bc", "ab"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("b", "c"), ("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    bare = "{% for m in messages %}{{ m['content'] + (eos_token if m['role'] == 'assistant' else '') }}{% endfor %}"
+    encoder = ConversationEncoder(tokenizer, bare)
+    tree = encoder.encode_responses(talk("zab"), ["c", "d"])
+    tokens = [[tokenizer.convert_ids_to_tokens(int(i)) for i in segment.tokens] for segment in tree.segments]
+    assert tokens == [["z"], ["a", "bc", "</s>"], ["ab", "d", "</s>"]]
+    assert [segment.trained.tolist() for segment in tree.segments] == [[False], [False, True, True], [False, True, True]]
+
+
 def test_reasoning_that_the_template_drops_is_not_looked_for(tokenizer: Any) -> None:
     encoder = ConversationEncoder(tokenizer, THINKING)
     (segment,) = encoder.encode(talk("a", "<think>\nhm\n</think>\n\nanswer one", "b", "answer two")).segments
