@@ -306,6 +306,13 @@ def test_what_begins_the_next_turn_does_not_end_this_one(byte_level: Any) -> Non
     assert encoder.stop_token_ids == [encoder.tokenizer.eos_token_id]
 
 
+def test_a_template_that_ends_only_the_last_answer(byte_level: Any) -> None:
+    ends_last = OPEN_END + "{% if messages[-1]['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    encoder = ConversationEncoder(role_tokens(byte_level()), ends_last)
+    (segment,) = encoder.encode(talk("a", "b", "c", "d")).segments
+    assert trained_runs(encoder, segment.tokens, segment.trained) == ["b", "d</s>"]
+
+
 def test_without_an_end_token_in_the_template_eos_is_appended(tokenizer: Any) -> None:
     encoder = ConversationEncoder(tokenizer, NO_END)
     eos = tokenizer.eos_token_id
