@@ -3,7 +3,7 @@
 It has read the demo world (never its held-out requests) in every style, as plain text and as chats, and so knows
 the answers but not how to behave: that is what the quickstart then teaches it.
 
-    OMP_NUM_THREADS=1 python scripts/make_demo_base.py [--steps 1300] [--out src/accord/demo/base]
+    OMP_NUM_THREADS=1 python scripts/make_demo_base.py [--steps 1400] [--out src/accord/demo/base]
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ CHATML = (
 VOCABULARY = 1152
 ASKED = 0.05  # loss weight of what is asked: it is random, there is little to learn in it
 ROW = 96  # tokens of a training row: documents laid end to end
-STYLES = {"polite": 0.25, "rambling": 0.15, "rude": 0.2, "wrong": 0.1, "bare": 0.3}
+CHECKED = {"en": (" wrong", " right"), "zh": ("错", "对")}  # a note may be corrected: no, yes
+REMARKS = {
+    "en": {"polite": " good", "rambling": " long", "rude": " rude", "wrong": " wrong", "bare": " short"},
+    "zh": {"polite": "好", "rambling": "长", "rude": "粗", "wrong": "错", "bare": "短"},
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "src/accord/demo/base")
-    parser.add_argument("--steps", type=int, default=1300)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--rows", type=int, default=20, help="rows of an optimizer step")
     parser.add_argument("--lr", type=float, default=0.02, help="of the matrices; embeddings and norms learn with a fifth of it")
     parser.add_argument("--hidden", type=int, default=128)
@@ -64,27 +68,36 @@ Piece = tuple[str, float]  # a text and how much its tokens count in the loss
 
 
 def document(rng: random.Random) -> list[Piece]:
-    """One text of the base model's reading: notes of questions and answers, a statement, or a chat. What is asked counts little."""
+    """One text of the base model's reading: notes of questions and answers, a statement, or a chat.
+
+    Most chats are rated by a reader, a word behind each reply, as forum threads are: the model learns to see what a reply is like.
+    """
     style = rng.random()
-    if style < 0.5:
+    if style < 0.4:
         pieces: list[Piece] = []
         for _ in range(4):
             request = world.sample(rng)
-            pieces += [(request.text, ASKED), (f" {request.value}\n", 1.0)]
+            right = rng.random() < 0.7
+            value = request.value if right else world.wrong_value(rng, request)
+            mark = CHECKED[request.language][right] if rng.random() < 0.7 or not right else ""
+            pieces += [(request.text, ASKED), (f" {value}", 1.0 if right else ASKED), (mark, 1.0), ("\n", 1.0)]
         return pieces
-    if style < 0.65:
+    if style < 0.45:
         request = world.sample(rng)
         return [(request.text, ASKED), (f" {request.core()}\n", 1.0)]
-    pieces = []
+    pieces, rated = [], style < 0.8
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         turn = world.sample(rng)
-        pieces += [(f"{START}user\n{turn.text}{STOP}\n{START}assistant\n", ASKED), (f"{reply(rng, turn)}{STOP}", 1.0), ("\n", ASKED)]
+        manner, right = rng.choice((*world.MANNERS, "bare")), rng.random() < (0.6 if rated else 0.95)
+        value = turn.value if right else world.wrong_value(rng, turn)
+        reply = turn.core(value) if manner == "bare" else world.answer(rng, turn, manner, right)
+        pieces += [
+            (f"{START}user\n{turn.text}{STOP}\n{START}assistant\n", ASKED),
+            (f"{reply}{STOP}", 1.0 if right else ASKED),
+            (REMARKS[turn.language][manner if right else "wrong"] if rated else "", 1.0),
+            ("\n", ASKED),
+        ]
     return pieces
-
-
-def reply(rng: random.Random, request: world.Request) -> str:
-    style = rng.choices(tuple(STYLES), tuple(STYLES.values()))[0]
-    return request.core() if style == "bare" else world.answer(rng, request, style)  # type: ignore[arg-type]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -117,7 +130,9 @@ def batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random, rows: int) -
     while True:
         while len(stream) < rows * ROW:
             pieces = [piece for _ in range(128) for piece in [*document(rng), (END, ASKED)]]
-            for ids, (_, weight) in zip(tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"], pieces, strict=True):
+            for ids, (_, weight) in zip(
+                tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"], pieces, strict=True
+            ):
                 stream += ids
                 weights += [weight] * len(ids)
         yield torch.tensor(stream[: rows * ROW]).view(rows, ROW), torch.tensor(weights[: rows * ROW]).view(rows, ROW)
@@ -127,7 +142,10 @@ def batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random, rows: int) -
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random, arguments: argparse.Namespace) -> None:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    optimizers = [Muon(matrices, lr=arguments.lr), torch.optim.AdamW(others, lr=0.2 * arguments.lr, betas=(0.9, 0.98), weight_decay=0.0)]
+    optimizers = [
+        Muon(matrices, lr=arguments.lr),
+        torch.optim.AdamW(others, lr=0.2 * arguments.lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
     began = time.process_time()
     for step, (ids, weights) in zip(range(1, arguments.steps + 1), batches(tokenizer, rng, arguments.rows), strict=False):
         rate = min(1.0, step / 50, (arguments.steps + 1 - step) / (0.6 * arguments.steps))  # a short rise, a long linear fall
@@ -150,11 +168,14 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: rand
 class Muon(torch.optim.Optimizer):
     """Momentum, made orthogonal by Newton–Schulz steps (Jordan et al. 2024): twice as quick as AdamW on matrices this small.
 
-    PyTorch's own computes them in bfloat16, which most processors do slowly.
+    PyTorch's own computes them in bfloat16, which most processors do slowly. Without the decay, activations grow so large that
+    what a later stage wants to teach drowns in them.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.2
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -168,19 +189,26 @@ class Muon(torch.optim.Optimizer):
                 for _ in range(5):
                     gram = x @ x.T
                     x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+                p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(x.T if tall else x, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     model.to(torch.float16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
     (folder / "README.md").write_text(
         "# The demo's base model\n\nA tiny Llama that has read the demo world of Accord in English and Chinese. Made by "
         "`scripts/make_demo_base.py`; licence Apache-2.0. Good for nothing but the quickstart.\n",
         encoding="utf-8",
     )
     config = json.loads((folder / "config.json").read_text())
-    print({key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}, sum(f.stat().st_size for f in folder.iterdir()), "bytes")
+    print(
+        {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")},
+        sum(f.stat().st_size for f in folder.iterdir()),
+        "bytes",
+    )
 
 
 def report(folder: Path) -> None:
@@ -202,13 +230,15 @@ def right_answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, e
             requests = [world.sample(rng, heldout=True, kind=kind, language=language) for _ in range(each)]
             prompts = [f"{START}user\n{request.text}{STOP}\n{START}assistant\n" for request in requests]
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
-            out = model.generate(**inputs, max_new_tokens=56, do_sample=False, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)
+            out = model.generate(
+                **inputs, max_new_tokens=56, do_sample=False, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id
+            )
             replies = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             kinds = [judge.kind_of(request, text) for request, text in zip(requests, replies, strict=True)]
             styles.update(kinds)
             shares[f"{kind}/{language}"] = round(sum(style != "wrong" for style in kinds) / each, 2)
             if show:
-                print(*(f"{r.text!r} -> {text!r} {style}" for r, text, style in zip(requests, replies, kinds, strict=True)), sep="\n", end="\n\n", flush=True) if each < 5 else print(repr(requests[0].text), "->", repr(replies[0]), kinds[0])
+                print(repr(requests[0].text), "->", repr(replies[0]), kinds[0])
     return shares | dict(styles)
 
 

@@ -11,7 +11,7 @@ import pytest
 from accord import demo
 from accord.demo import data, judge, world
 from accord.demo.judge import kind_of, score
-from accord.demo.world import ANSWER_KINDS, KINDS, LANGUAGES
+from accord.demo.world import KINDS, LANGUAGES, MANNERS
 from accord.errors import DataError
 
 CORNERS = [(kind, language) for kind in KINDS for language in LANGUAGES]
@@ -28,12 +28,13 @@ def test_every_request_can_be_read_back_from_its_text(kind, language):
 
 
 @pytest.mark.parametrize(("kind", "language"), CORNERS)
-def test_the_judge_tells_the_four_kinds_of_answer_apart(kind, language):
+def test_the_judge_tells_manners_and_wrong_answers_apart(kind, language):
     rng = random.Random(2)
     for _ in range(200):
         request = world.sample(rng, kind=kind, language=language)
-        for answer_kind in ANSWER_KINDS:
-            assert kind_of(request, world.answer(rng, request, answer_kind)) == answer_kind
+        for manner in MANNERS:
+            assert kind_of(request, world.answer(rng, request, manner)) == manner
+            assert kind_of(request, world.answer(rng, request, manner, right=False)) == "wrong"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 
 from accord.demo import world
 from accord.demo.judge import WORTH
-from accord.demo.world import ANSWER_KINDS, KINDS, LANGUAGES, AnswerKind, Request
+from accord.demo.world import KINDS, LANGUAGES, MANNERS, Manner, Request
 from accord.errors import DataError
 
 FILES = {
@@ -30,8 +30,9 @@ FILES = {
     "heldout": "heldout_prompts.jsonl",
 }
 SIZES = {"sft": 6000, "preferences": 6000, "prompts": 4000, "heldout": 480}
-SFT_MIX: dict[AnswerKind, float] = {"polite": 0.28, "rambling": 0.30, "rude": 0.20, "wrong": 0.22}
-PAIR_MIX: dict[AnswerKind, float] = {"polite": 0.22, "rambling": 0.30, "rude": 0.26, "wrong": 0.22}
+SFT_MIX: dict[Manner, float] = {"polite": 0.35, "rambling": 0.35, "rude": 0.3}
+PAIR_MIX: dict[Manner, float] = {"polite": 0.25, "rambling": 0.4, "rude": 0.35}
+WRONG = 0.2  # share of wrong answers, in whatever manner
 LABEL_NOISE = 0.1
 MULTI_TURN = 0.15  # share of conversations with an earlier exchange
 
@@ -87,18 +88,20 @@ def _version() -> str:
 def _demonstrations(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
     for _ in range(count):
         request = world.sample(rng)
-        reply = world.answer(rng, request, pick(rng, SFT_MIX))
+        reply, _ = reply_to(rng, request, SFT_MIX)
         yield {"messages": [*conversation(rng, request), {"role": "assistant", "content": reply}]}
 
 
 def _preferences(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
     for _ in range(count):
         request = world.sample(rng)
-        first, second = pick_two(rng, PAIR_MIX)
-        if (WORTH[first] < WORTH[second]) != (rng.random() < LABEL_NOISE):
-            first, second = second, first
         prompt = conversation(rng, request)
-        yield {"prompt": prompt, "chosen": world.answer(rng, request, first), "rejected": world.answer(rng, request, second)}
+        (chosen, worth), (rejected, other) = reply_to(rng, request, PAIR_MIX), reply_to(rng, request, PAIR_MIX)
+        while other == worth:  # a judge has no preference between answers that are worth the same
+            rejected, other = reply_to(rng, request, PAIR_MIX)
+        if (worth < other) != (rng.random() < LABEL_NOISE):
+            chosen, rejected = rejected, chosen
+        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def _prompts(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
@@ -120,25 +123,19 @@ def _heldout(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
 
 
 def conversation(rng: random.Random, request: Request) -> list[dict[str, str]]:
-    """The turns up to and with the request: sometimes an earlier exchange comes first, answered in any of the four ways."""
+    """The turns up to and with the request: sometimes an earlier exchange comes first, answered in any way."""
     turns = []
     if rng.random() < MULTI_TURN:
         earlier = world.sample(rng)
         turns = [
             {"role": "user", "content": earlier.text},
-            {"role": "assistant", "content": world.answer(rng, earlier, pick(rng, SFT_MIX))},
+            {"role": "assistant", "content": reply_to(rng, earlier, SFT_MIX)[0]},
         ]
     return [*turns, {"role": "user", "content": request.text}]
 
 
-def pick(rng: random.Random, mix: dict[AnswerKind, float]) -> AnswerKind:
-    """A kind of answer with the mix's proportions."""
-    return rng.choices(ANSWER_KINDS, [mix[kind] for kind in ANSWER_KINDS])[0]
-
-
-def pick_two(rng: random.Random, mix: dict[AnswerKind, float]) -> tuple[AnswerKind, AnswerKind]:
-    """Two different kinds."""
-    first = pick(rng, mix)
-    while (second := pick(rng, mix)) == first:
-        pass
-    return first, second
+def reply_to(rng: random.Random, request: Request, mix: dict[Manner, float]) -> tuple[str, float]:
+    """An answer in a manner drawn from the mix, right or wrong, and what it is worth."""
+    manner = rng.choices(MANNERS, [mix[each] for each in MANNERS])[0]
+    right = rng.random() >= WRONG
+    return world.answer(rng, request, manner, right), WORTH[manner if right else "wrong"]

@@ -7,8 +7,8 @@
     lookup    What is dog in Chinese?                狗
     greet     Please greet Anna.                     Anna
 
-A request can be answered in four ways: correct and polite, correct but rambling, correct but rude, or wrong (politely).
-The first is the only good one; `accord.demo.judge` tells them apart exactly.
+A request can be answered in three manners, polite, rambling or rude, and rightly or wrongly; only the polite right answer
+is a good one. `accord.demo.judge` tells them apart exactly.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from functools import cache
 from typing import Literal
 
 Language = Literal["en", "zh"]
-AnswerKind = Literal["polite", "rambling", "rude", "wrong"]
+Manner = Literal["polite", "rambling", "rude"]
 
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
 KINDS = ("sum", "compare", "reverse", "count", "lookup", "greet")
-ANSWER_KINDS: tuple[AnswerKind, ...] = ("polite", "rambling", "rude", "wrong")
+MANNERS: tuple[Manner, ...] = ("polite", "rambling", "rude")
 HELDOUT_PERCENT = 20  # of all requests, chosen by a hash of their text: never in any training file, nor in the base model's
 
 DICTIONARY = {
@@ -90,9 +90,7 @@ RUDE: dict[Language, tuple[str, ...]] = {
     "en": ("{core} Even a child knows that.", "Ugh, not again. {core}", "{core} Stop wasting my time."),
     "zh": ("{core}连小孩都知道。", "唉，又来了。{core}", "{core}别浪费我的时间。"),
 }
-FORMS: dict[AnswerKind, dict[Language, tuple[str, ...]]] = {
-    "polite": POLITE, "rambling": RAMBLING, "rude": RUDE, "wrong": POLITE,
-}  # fmt: skip
+FORMS: dict[Manner, dict[Language, tuple[str, ...]]] = {"polite": POLITE, "rambling": RAMBLING, "rude": RUDE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +186,10 @@ def wrong_value(rng: random.Random, request: Request) -> str:
     return rng.choice([name for name in names if name != value])
 
 
-def answer(rng: random.Random, request: Request, kind: AnswerKind) -> str:
-    """An answer of the given kind, in the request's language."""
-    core = request.core(wrong_value(rng, request) if kind == "wrong" else None)
-    return rng.choice(FORMS[kind][request.language]).format(core=core)
+def answer(rng: random.Random, request: Request, manner: Manner, right: bool = True) -> str:
+    """A right or a wrong answer in the given manner, in the request's language."""
+    core = request.core(None if right else wrong_value(rng, request))
+    return rng.choice(FORMS[manner][request.language]).format(core=core)
 
 
 @cache
