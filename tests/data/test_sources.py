@@ -241,6 +241,28 @@ def test_a_broken_array_is_named_with_its_line(tmp_path: Path, text: str, where:
 
 
 @pytest.mark.parametrize(
+    ("value", "reason"),
+    [("9" * 5000, "a number has too many digits"), ("[" * 100_000, "nested too deeply")],
+    ids=["digits", "deep"],
+)
+def test_json_beyond_what_python_reads_is_named(tmp_path: Path, value: str, reason: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"a": 1}}\n{{"a": {value}}}\n')
+    _, bad = read_rows(tmp_path / "a.jsonl")
+    assert bad.origin == "a.jsonl:2" and bad.error == f"is not usable JSON: {reason}"
+    for name, text in (("array.json", f'[{{"a": 1}},\n{{"a": {value}}}]'), ("object.json", f'\n{{\n"a": {value}}}')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=rf"{name}:2  is not usable JSON: {reason}"):
+            list(read_rows(tmp_path / name))
+
+
+def test_damaged_text_in_an_arrow_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow")
+    path.write_bytes(path.read_bytes().replace(b"second", b"\xffecond"))
+    with pytest.raises(DataError, match=r"a\.arrow: is not a \.arrow file that can be read"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize(
     ("encoding", "guess"),
     [("gb18030", "GB18030"), ("cp1252", "WINDOWS-1252"), ("utf-16", "UTF-16")],
     ids=["gb18030", "cp1252", "utf-16"],

@@ -167,8 +167,13 @@ def _json_row(text: str, origin: str) -> Row:
         return Row(json.loads(text), origin)
     except json.JSONDecodeError as error:
         return Row(None, origin, f"is not JSON: {error.msg} at column {error.colno}: {_around(text, error.pos)}")
-    except RecursionError:
-        return Row(None, origin, "is not usable JSON: nested too deeply")
+    except (RecursionError, ValueError) as error:
+        return Row(None, origin, f"is not usable JSON: {_beyond_python(error)}")
+
+
+def _beyond_python(error: Exception) -> str:
+    """What is wrong with JSON that is written as it should be and still can't be read."""
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _around(text: str, position: int) -> str:
@@ -199,6 +204,8 @@ def _read_json(stream: IO[bytes], label: str) -> Iterator[Row]:
             raise DataError(
                 f"{label}:{error.lineno}  is not JSON: {error.msg} at column {error.colno}: {_around(whole, error.pos)}"
             ) from error
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{label}:{first_line}  is not usable JSON: {_beyond_python(error)}") from error
         return
     yield first
     for number, line in enumerate(lines, start=first_line + 1):
@@ -277,6 +284,8 @@ def _read_array(buffer: str, lines: Iterator[str], label: str) -> Iterator[Row]:
                 position = error.pos
                 where = f"{label}:{line_of_cut()}"
                 raise DataError(f"{where}  is not JSON: {error.msg}: {_around(buffer, error.pos)}") from error
+            except (RecursionError, ValueError) as error:
+                raise DataError(f"{label}:{line_of_cut()}  is not usable JSON: {_beyond_python(error)}") from error
         yield Row(value, f"{label}:{line_of_cut()}")
         position = end
         separator = ","
@@ -330,5 +339,5 @@ def _read_columns(file: Path, label: str, kind: str) -> Iterator[Row]:
             for value in batch.to_pylist():
                 number += 1
                 yield Row(value, f"{label}:{number}")
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # damaged text is only found when it is looked at
         raise DataError(f"{label}: is not a {kind} file that can be read: {error}") from error

@@ -29,7 +29,10 @@ def read(row: Mapping[str, Any]) -> Prompt | Demonstration | Preference:
 
 def _prompt(row: Mapping[str, Any]) -> Messages:
     turns: list[Message] = []
-    for i, exchange in enumerate(row.get("history") or ()):
+    history = row.get("history") or ()
+    if not isinstance(history, list | tuple):
+        raise RowError("history: expected a list of [question, answer]")
+    for i, exchange in enumerate(history):
         if not isinstance(exchange, list | tuple) or len(exchange) != 2 or not all(isinstance(side, str) for side in exchange):
             raise RowError(f"history[{i}]: expected [question, answer]")
         turns += [Message("user", exchange[0]), Message("assistant", exchange[1])]

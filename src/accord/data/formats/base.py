@@ -151,9 +151,13 @@ def number(value: Any, column: str) -> float:
             raise RowError(f"{column}: expected a number, found {value!r}") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RowError(f"{column}: expected a number, found {_kind(value)}")
+    try:
+        value = float(value)
+    except OverflowError:  # an integer beyond the largest float
+        value = math.inf
     if not math.isfinite(value):
         raise RowError(f"{column}: expected a finite number, found {value}")
-    return float(value)
+    return value
 
 
 def optional_number(row: Mapping[str, Any], column: str) -> float | None:
@@ -180,7 +184,7 @@ def message(value: Any, column: str) -> Message:
     if not isinstance(value, Mapping):
         raise RowError(f"{column}: expected a turn with role and content, found {_kind(value)}")
     role = value.get("role", value.get("from"))
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise RowError(f"{column}: unknown role {role!r}. Known: {', '.join(_ROLES)}.")
     if value.get("tool_calls"):
         raise RowError(f"{column}: tool calls beside the text are not supported; write them into the content")

@@ -46,7 +46,7 @@ def _with_system(row: Mapping[str, Any], turns: Messages) -> Messages:
         turns = turns[1:]
     tools = row.get("tools")
     if tools:
-        described = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
+        described = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False, default=str)
         if described.strip() not in ("", "[]"):
             system = "\n\n".join(filter(None, (system, f"Tools:\n{described}")))
     return with_system(system, turns)
