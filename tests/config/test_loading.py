@@ -136,6 +136,13 @@ def test_an_interpolation_in_a_circle_is_refused():
     assert "refers to itself" in refused(None, "run.dir=x${run.dir}")
 
 
+def test_an_interpolation_with_an_open_brace_is_refused(tmp_path):
+    assert refused(None, "model.path=${").startswith("command line  model.path: ${ can't be resolved:")
+    assert refused(write(tmp_path / "a.yaml", "model: {path: x}\nstages:\n  sft:\n    model:\n      path: 'a${b'")).startswith(
+        f"{tmp_path / 'a.yaml'}:5  stages.sft.model.path: a${{b can't be resolved:"
+    )
+
+
 def test_what_is_printed_loads_again_and_is_the_same(tmp_path):
     config = load_config("ppo", ["generate.stop=['\\n\\n', 中文]", "model.lora={}"])
     again = load_config(write(tmp_path / "ppo.yaml", dump_yaml(config)))

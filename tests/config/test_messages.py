@@ -55,6 +55,9 @@ def refused(path: Path, text: str, name: str = "mine.yaml") -> list[str]:
         ("stages.sft.train.lrr=1", "stages.sft.train.lrr: no such key. Did you mean train.lr?"),
         ("stages.sft.train.lr=fast", "stages.sft.train.lr: expected a number greater than 0 or null, got 'fast'."),
         ("stages.sft.trian={lr: 1}", "stages.sft.trian: no such key. Did you mean train?"),
+        ("critic=true", "critic: expected a section {path, lr, warmup_steps}, got true."),
+        ("critic.²=1", "critic.²: no such key. critic has: path, lr, warmup_steps."),
+        ("data.holdout=" + "9" * 5000, "data.holdout: expected a number of at least 0 and less than 1, got '" + "9" * 5000 + "'."),
         ("stages=3", "pipeline.stages: expected a list of one of sft, reward, dpo, ppo, got 3."),
     ],
 )  # fmt: skip
@@ -116,6 +119,9 @@ def test_dots_in_a_file_are_explained(tmp_path):
         ("run: &a {seed: 1, x: *a}", "1  an alias refers to the mapping or list it stands in."),
         ("run: !!python/object:os.system {}", "1  "),
         ("run: {seed: !!timestamp 2020-01-01}", "1  the tag"),
+        ("run: {dir: \0}", ""),
+        ("run: {seed: " + "[" * 5000, ""),
+        (f"run: {{seed: {'9' * 5000}}}", "1  a number of 5000 digits is too long."),
         ("{[1]: 2}", "1  a key must be a word."),
     ],
 )

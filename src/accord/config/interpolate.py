@@ -17,9 +17,26 @@ def interpolate(values: Any) -> tuple[Any, list[Refusal]]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    with_all = _with_known_keys(values)
-    tree = OmegaConf.create(with_all)
     refusals: list[Refusal] = []
+
+    def readable(value: Any, path: Path) -> Any:
+        """What OmegaConf can read; what it can't (an open brace) is refused and taken out."""
+        if isinstance(value, dict):
+            return {key: readable(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [readable(item, (*path, i)) for i, item in enumerate(value)]
+        if not (isinstance(value, str) and "${" in value):
+            return value
+        try:
+            OmegaConf.create([value])
+        except OmegaConfBaseException as error:
+            if path[0] != "stages":  # those are read, and refused, once they are merged
+                refusals.append(Refusal(path, _why(value, error)))
+            return None
+        return value
+
+    checked = readable(values, ())
+    tree = OmegaConf.create(_with_known_keys(checked))
 
     def resolved(value: Any, path: Path) -> Any:
         if isinstance(value, dict):
@@ -36,7 +53,7 @@ def interpolate(values: Any) -> tuple[Any, list[Refusal]]:
         return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
     # `stages` are overrides that are merged before they are resolved (Config.for_stage): as text they stay
-    result = {key: value if key == "stages" else resolved(value, (key,)) for key, value in values.items()}
+    result = {key: value if key == "stages" else resolved(checked[key], (key,)) for key, value in values.items()}
     return result, refusals
 
 

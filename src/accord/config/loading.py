@@ -116,7 +116,7 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[Path, Any]], 
             continue
         if key == "stages" and not isinstance(value, dict):  # short for pipeline.stages
             key, value = "pipeline.stages", [s.strip() for s in value.split(",")] if isinstance(value, str) else value
-        changes.append((tuple(int(part) if part.isdigit() else part for part in key.split(".")), value))
+        changes.append((tuple(int(part) if part.isascii() and part.isdigit() else part for part in key.split(".")), value))
     return changes, extends
 
 
@@ -131,7 +131,9 @@ def _apply_overrides(
         locations = {known: place for known, place in locations.items() if known not in gone or isinstance(value, dict)}
         locations[path] = COMMAND_LINE
         for stage, section in (values.get("stages") or {}).items() if isinstance(values.get("stages"), dict) else ():
-            if path[0] != "stages" and _speaks_of(section, path):  # the command line has the last word, over a stage's own value too
+            if path[0] != "stages" and _speaks_of(
+                section, path
+            ):  # the command line has the last word, over a stage's own value too
                 values = _set(values, ("stages", stage, *path), value, ())
                 locations[("stages", stage, *path)] = COMMAND_LINE
     return values, locations

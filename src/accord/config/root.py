@@ -223,7 +223,8 @@ def with_defaults(raw: Any, name: str) -> tuple[Any, set[Path]]:
             for key, inner in known.annotation.model_fields.items():
                 if isinstance(inner.default, str) and inner.default.startswith("${"):
                     defaults.setdefault(section, {})[key] = inner.default
-    added = {(section, key) for section, keys in defaults.items() for key in keys if key not in (raw.get(section) or {})}
+    written = {section: raw[section] for section in defaults if isinstance(raw.get(section), dict)}
+    added = {(section, key) for section, keys in defaults.items() for key in keys if key not in written.get(section, {})}
     return merge(defaults, raw), cast("set[Path]", added)
 
 

@@ -48,8 +48,9 @@ def read_file(path: FilePath) -> tuple[dict[str, Any], Locations]:
 
 def read_text(text: str, name: str, locations: Locations | None = None) -> Any:
     """The values of a YAML text; places of its keys are added to `locations`."""
-    loader = _Loader(text)
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)  # refuses characters that YAML has no place for
         node = loader.get_single_node()
         return None if node is None else _Builder(loader, name, locations).value(node, ())
     except yaml.MarkedYAMLError as error:
@@ -58,8 +59,11 @@ def read_text(text: str, name: str, locations: Locations | None = None) -> Any:
         raise ConfigError(f"{name}{line}  not readable as YAML: {error.problem or error.context}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}  not readable as YAML: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{name}  not readable as YAML: nested too deeply.") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 class _Builder:
@@ -117,7 +121,10 @@ class _Builder:
         if kind == "bool":
             return node.value.lower() == "true"
         if kind == "int":
-            return int(node.value)
+            try:
+                return int(node.value)
+            except ValueError:  # Python reads at most 4300 digits
+                raise ConfigError(f"{self._place(node)}  a number of {len(node.value)} digits is too long.") from None
         if kind == "float":
             return float(
                 node.value.replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf").lower().replace(".nan", "nan")
