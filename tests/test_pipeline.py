@@ -79,6 +79,20 @@ def test_ppo_without_a_reward_model_is_refused_before_the_first_stage(tmp_path, 
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("pipeline.judge=no_such_module:score", "pipeline.judge"),
+        ('ppo.rewards=[{type: function, path: "json:no_such_function"}]', "ppo.rewards.0.path"),
+    ],
+)
+def test_a_function_that_scores_at_the_end_is_looked_for_before_the_first_stage(tmp_path, capsys, override, key):
+    folder = tmp_path / "run"
+    assert accord("run", "quickstart", f"run.dir={folder}", *SHORT, override) == 2
+    assert f"error: {key}:" in capsys.readouterr().err
+    assert not folder.exists()
+
+
 def test_an_adapter_to_continue_is_for_the_first_stage_alone(tmp_path):
     from accord.config import Config
 

@@ -71,6 +71,7 @@ def run_pipeline(config: Config, say: Say = print) -> PipelineResult:
     if run.state == "finished" and all(read_summary(folder / stage) is not None for stage in stages):
         say(f"finished already in {folder} (run.overwrite=true does it again)")
         return PipelineResult(folder, _earlier(folder, []), _judged_before(run.summary() or {}))
+    _check_functions(config, [stage for stage in stages if read_summary(folder / stage) is None])
     with run:
         run.begin()
         summaries = {}
@@ -139,6 +140,18 @@ def _check(stage: str, config: Config) -> None:
         raise ConfigError(
             "reward_model.path: stage ppo asks a reward model for scores, but none is named and none is trained. Add reward to pipeline.stages or set reward_model.path."
         )
+
+
+def _check_functions(config: Config, stages: list[str]) -> None:
+    """Import the functions that score at the very end (or in the last stage) before the first stage spends an hour."""
+    from accord.rewards.function import FunctionReward
+
+    if config.pipeline.judge is not None:
+        FunctionReward(config.pipeline.judge, key="pipeline.judge")
+    if "ppo" in stages:
+        for i, source in enumerate(config.for_stage("ppo").ppo.rewards):
+            if source.type == "function":
+                FunctionReward(source.path, key=f"ppo.rewards.{i}.path")
 
 
 def _earlier(folder: Path, stages: list[str]) -> dict[str, dict[str, Any]]:

@@ -48,7 +48,16 @@ def test_an_exception_names_the_function_the_sample_and_the_response():
         FunctionReward(broken).score([sample()])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_function_that_ends_the_program_ends_the_run_as_failed():
+    def leave(response):
+        raise SystemExit(0)  # would be exit code 0: done
+
+    with pytest.raises(AccordError, match=r"leave raised SystemExit: 0 on the sample prompts.jsonl:7"):
+        FunctionReward(leave).score([sample()])
+    assert FunctionReward(leave, fallback=0.5).score([sample()]) == [0.5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400])
 def test_a_score_that_is_not_finite_ends_the_run(value):
     with pytest.raises(AccordError, match=r"prompts.jsonl:7.*finite"):
         combine([FunctionReward(lambda response: value, name="f")], [sample()])
@@ -103,9 +112,12 @@ def test_a_path_that_leads_nowhere_is_a_configuration_error(path, message):
 def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "half_reward_module.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "bad_reward_module.py").write_text("1 / 0\n")
+    (tmp_path / "script_reward_module.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="needs the module 'not_installed_anywhere'"):
         load_function("half_reward_module:f")
+    with pytest.raises(ConfigError, match="SystemExit: 0"):
+        load_function("script_reward_module:f")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         load_function("bad_reward_module:f")
 

@@ -108,6 +108,20 @@ def test_a_run_that_was_moved_as_a_whole_goes_on(tmp_path):
     assert open_run(config, "dpo", new / "dpo").state == "resumable"
 
 
+def test_a_pipeline_that_was_moved_as_a_whole_goes_on_in_its_stages(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    with open_run(settings(old), "pipeline", old) as pipeline:
+        pipeline.begin()
+        begun(old / "dpo", model__path=str(old / "sft" / "model")).close()
+    old.rename(new)
+    assert open_run(settings(new / "dpo", model__path=str(new / "sft" / "model")), "dpo", new / "dpo").state == "resumable"
+    with pytest.raises(ConfigError, match=r"another configuration: model\.path"):
+        open_run(settings(new / "dpo", model__path=str(tmp_path / "other" / "sft" / "model")), "dpo", new / "dpo")
+    (new / "config.yaml").unlink()  # a stage that was started by itself: what lies beside it is not its own
+    with pytest.raises(ConfigError, match=r"another configuration: model\.path"):
+        open_run(settings(new / "dpo", model__path=str(new / "sft" / "model")), "dpo", new / "dpo")
+
+
 def test_the_folder_of_another_stage_is_refused(tmp_path):
     begun(tmp_path).close()
     with pytest.raises(ConfigError, match="holds a run of `dpo`, this is `sft`"):

@@ -49,7 +49,7 @@ def load_function(path: str, key: str = "ppo.rewards") -> Callable[..., Any]:
         raise ConfigError(
             f"{key}: importing {module_name!r} failed: it needs the module {missing!r}, which is not installed."
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a `__main__` guard may end the program
         raise ConfigError(f"{key}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
     finally:
         if added:
@@ -118,7 +118,7 @@ class FunctionReward:
         }
         try:
             score = self.function(**{name: values[name] for name in self.arguments})
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() in it must not end the run as if it were done
             raise AccordError(
                 f"reward {self.path} raised {type(error).__name__}: {error} on the sample {sample.name} "
                 f"with the response {_short(sample.response)}."
@@ -129,9 +129,13 @@ class FunctionReward:
             raise AccordError(
                 f"reward {self.path} gave {_short(score)} ({type(score).__name__}) for the sample {sample.name}; expected a number."
             )
-        if not math.isfinite(score):
-            raise AccordError(f"reward {self.path} gave {float(score)} for the sample {sample.name}; expected a finite number.")
-        return float(score)
+        try:
+            number = float(score)
+        except OverflowError:  # an integer or a fraction beyond the largest float
+            number = math.inf
+        if not math.isfinite(number):
+            raise AccordError(f"reward {self.path} gave {number} for the sample {sample.name}; expected a finite number.")
+        return number
 
 
 def _arguments(function: Callable[..., Any], path: str, key: str) -> tuple[str, ...]:

@@ -265,11 +265,18 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         raise AccordError(f"{path}: it is damaged ({error}). Remove it to have the run finished again.") from error
 
 
-def differing_keys(saved: Mapping[str, Any], new: Mapping[str, Any], stage: str) -> list[tuple[str, Any, Any]]:
-    """(dotted key, saved value, new value) of every setting that `stage` reads and that is not the same in both."""
+def differing_keys(
+    saved: Mapping[str, Any], new: Mapping[str, Any], stage: str, *, in_pipeline: bool = False
+) -> list[tuple[str, Any, Any]]:
+    """(dotted key, saved value, new value) of every setting that `stage` reads and that is not the same in both.
+
+    `in_pipeline`: the folder is a stage's within a pipeline's run, which may have been moved as a whole.
+    """
     ignored = NEUTRAL + UNREAD.get(stage, ())
     old_values, new_values = dict(_flatten(saved)), dict(_flatten(new))
     moved_from, moved_to = str(old_values.get("run.dir", "")), str(new_values.get("run.dir", ""))
+    if in_pipeline:  # the models of earlier stages lie beside this one's folder
+        moved_from, moved_to = os.path.dirname(moved_from), os.path.dirname(moved_to)
     found = []
     for key in [*new_values, *(key for key in old_values if key not in new_values)]:
         if any(key == name or key.startswith(name + ".") for name in ignored):
@@ -326,7 +333,7 @@ def _inspect(folder: Path, stage: str, config: dict[str, Any], overwrite: bool) 
             f"{folder}: it holds a run of `{about['stage']}`, this is `{stage}`. Choose another run.dir (say {folder}-{stage}), "
             "or set run.overwrite=true to replace it."
         )
-    differing = differing_keys(saved, config, stage)
+    differing = differing_keys(saved, config, stage, in_pipeline=_is_pipeline(folder.parent))
     if differing:
         shown = "; ".join(f"{key} is {_short(old)} there and {_short(now)} here" for key, old, now in differing[:8])
         more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
@@ -346,6 +353,10 @@ def _is_run(folder: Path) -> bool:
             return file.read(len(HEAD)) == HEAD.encode()
     except OSError:
         return False
+
+
+def _is_pipeline(folder: Path) -> bool:
+    return _is_run(folder) and read_config(folder)[1].get("stage") == "pipeline"
 
 
 def _changed_versions(about: Mapping[str, Any]) -> list[str]:
