@@ -12,6 +12,7 @@ import torch
 
 from accord.data.dataset import Example, load_examples
 from accord.data.packing import pack_trees
+from accord.data.records import Prompt
 from accord.data.template import ConversationEncoder
 from accord.data.trees import branching
 from accord.engine.generate import PlainGenerator, SamplingParams, before_stop
@@ -69,12 +70,11 @@ def _judge(
     rollouts = PlainGenerator(loaded.module, loaded.tokenizer).generate(
         prompt_ids, params, seeds=[seed * 1_000_003 + i for i in range(len(prompt_ids))]
     )
-    samples = [
-        Sample(
-            example.record, ids, rollout.token_ids, before_stop(encoder.decode(rollout.token_ids), params.stop), rollout.truncated
-        )  # type: ignore[arg-type]
-        for example, ids, rollout in zip(examples, prompt_ids, rollouts, strict=True)
-    ]
+    samples = []
+    for example, ids, rollout in zip(examples, prompt_ids, rollouts, strict=True):
+        assert isinstance(example.record, Prompt)  # what load_examples gives for the need "prompt"
+        text = before_stop(encoder.decode(rollout.token_ids), params.stop)
+        samples.append(Sample(example.record, ids, rollout.token_ids, text, rollout.truncated))
     scores = judge.score(samples)
     languages: dict[str, list[float]] = {}
     for sample, score in zip(samples, scores, strict=True):

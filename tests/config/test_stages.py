@@ -98,7 +98,9 @@ def test_every_stage_has_a_section_and_a_default_rate():
 
 def test_the_command_line_wins_over_a_stages_own_value(tmp_path):
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("train: {batch_size: 8}\nmodel: {path: m}\nstages: {sft: {train: {lr: 1.0e-3}, model: {lora: null}}, dpo: {train: {batch_size: 64}}}\n")
+    recipe.write_text(
+        "train: {batch_size: 8}\nmodel: {path: m}\nstages: {sft: {train: {lr: 1.0e-3}, model: {lora: null}}, dpo: {train: {batch_size: 64}}}\n"
+    )
     config = load_config(recipe, ["train.batch_size=16", "train.lr=1e-4", "model.lora.rank=4"])
     assert config.for_stage("dpo").train.batch_size == config.for_stage("sft").train.batch_size == 16
     assert config.for_stage("sft").train.lr == config.for_stage("dpo").train.lr == 1e-4

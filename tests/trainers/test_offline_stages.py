@@ -197,7 +197,11 @@ def test_eos_is_learned_when_pad_is_eos(tiny_folder, tiny_tokenizer, tmp_path):
     tokenizer.save_pretrained(folder)
     rows = [{"prompt": "hello", "completion": "good"}] * 8
     t = trainer(
-        "sft", folder, tmp_path / "run", {"train": {"max_steps": 120, "batch_size": 6, "lr": 1e-2}, "data": {"holdout": 0.0}}, rows
+        "sft",
+        folder,
+        tmp_path / "run",
+        {"train": {"max_steps": 120, "batch_size": 6, "lr": 1e-2}, "data": {"holdout": 0.0}},
+        rows,
     )
     t.train()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()

@@ -306,7 +306,13 @@ class PPOTrainer:
         with sampling(self.policy):
             answers = self.generator.generate([ids for _, ids in asked], self.params, seeds=words)
         samples = [
-            Sample(prompt, ids, answer.token_ids, before_stop(self.encoder.decode(answer.token_ids), self.params.stop), answer.truncated)
+            Sample(
+                prompt,
+                ids,
+                answer.token_ids,
+                before_stop(self.encoder.decode(answer.token_ids), self.params.stop),
+                answer.truncated,
+            )
             for (prompt, ids), answer in zip(asked, answers, strict=True)
         ]
         return Rollouts(samples, torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float32))
