@@ -144,7 +144,7 @@ def _english(chinese: str) -> str:
 def sample(rng: random.Random, *, heldout: bool = False, kind: str | None = None, language: Language | None = None) -> Request:
     """A random request from one side of the held-out split."""
     kind = kind or rng.choice(KINDS)
-    spoken: Language = language or rng.choice(LANGUAGES)
+    spoken: Language = language if language is not None else rng.choice(LANGUAGES)
     while True:
         request = make(kind, spoken, rng.randrange(len(TEMPLATES[kind, spoken])), **_arguments(rng, kind, spoken))
         if request.heldout == heldout:
