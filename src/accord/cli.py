@@ -7,8 +7,10 @@ the commands, so that `accord --help` answers at once.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -264,8 +266,15 @@ def config_presets() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The program: run a command, print what went wrong, exit with the code that says it."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, _terminated)
     debug = "--debug" in given
     sys.exit(guarded(lambda: _invoke([text for text in given if text != "--debug"]), debug=debug))
+
+
+def _terminated(number: int, frame: Any) -> None:
+    """SIGTERM before or after training is what Ctrl-C is: exit code 130. While it trains, the loop answers it."""
+    raise KeyboardInterrupt
 
 
 def _invoke(arguments: list[str]) -> int:

@@ -202,3 +202,16 @@ def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m accord.cli config schema | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "{" and done.stderr == ""
+
+
+def test_sigterm_outside_of_training_ends_with_130(calls):
+    program = (
+        "import os, signal, sys, types\n"
+        "fake = types.ModuleType('accord.commands.report')\n"
+        "fake.report = lambda run: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.modules['accord.commands.report'] = fake\n"
+        "from accord import cli\n"
+        "cli.main(['report', 'x'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and "interrupted" in done.stderr
