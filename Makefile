@@ -10,7 +10,7 @@ SEEDS  ?= 1 2 3
 
 help:
 	@echo "make quickstart        train the embedded default (minutes on two cores), print its table"
-	@echo "make quickstart-seeds  the same with seeds $(SEEDS)"
+	@echo "make quickstart-seeds  the same with seeds $(SEEDS), beside SFT on the preferred answers for the same time"
 	@echo "make test              the tests (make test-slow: the longer proofs too)"
 	@echo "make lint              ruff and mypy (make format: let ruff format)"
 	@echo "make install           only the virtual environment $(VENV)"
@@ -43,7 +43,7 @@ quickstart: $(VENV)/.installed
 
 quickstart-seeds: $(VENV)/.installed
 	@for seed in $(SEEDS); do $(BIN)/accord run quickstart run.seed=$$seed run.dir=runs/quickstart-seed$$seed || exit $$?; done
-	@$(BIN)/python scripts/quickstart_table.py $(SEEDS:%=runs/quickstart-seed%)
+	@$(BIN)/python benchmarks/quickstart_baseline.py $(SEEDS:%=runs/quickstart-seed%)
 
 # ---- checks: one thread a process, so that two test processes share two cores and every number repeats
 

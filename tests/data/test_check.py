@@ -26,7 +26,7 @@ def pairs(count: int) -> list[Any]:
 @pytest.fixture
 def run(tiny_folder: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Check with the tiny model's tokenizer; returns the exit code and the text."""
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is wrapped, however long the temporary folder
 
     def run(
         stage: str | None = None, strict: bool = False, examples: int = 1, model: bool = True, **sections: Any
