@@ -23,6 +23,12 @@ def unwrap(module: nn.Module) -> Any:
     return base.get_base_model() if hasattr(base, "get_base_model") else base
 
 
+def context_length(module: nn.Module) -> int | None:
+    """The most tokens of one sequence; None where the family has no limit (ALiBi)."""
+    length = getattr(unwrap(module).config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) else None
+
+
 def backbone(module: nn.Module) -> nn.Module:
     """The model without its head: its output's `last_hidden_state` is what the head reads."""
     base = unwrap(module)

@@ -16,6 +16,7 @@ from accord.data.packing import Pack, pack_trees
 from accord.data.template import ConversationEncoder
 from accord.engine.trained import StepInfo, TrainedModel
 from accord.errors import ConfigError, DataError
+from accord.models.heads import context_length
 from accord.models.load import LoadedModel, load_causal, load_tokenizer
 from accord.models.lora import has_adapter
 from accord.models.save import save_adapter, save_model
@@ -77,9 +78,8 @@ def check_budget(examples: Examples, max_tokens: int, max_length: int) -> None:
 
 def check_context(module: Any, max_length: int, key: str = "data.max_length") -> None:
     """Raise ConfigError when sequences may be longer than the model's positions reach."""
-    config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
-    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if isinstance(context, int) and max_length > context:
+    context = context_length(module)
+    if context is not None and max_length > context:
         raise ConfigError(
             f"{key} is {max_length:,}, but the model reads at most {context:,} tokens. Set {key} to {context:,} or less."
         )

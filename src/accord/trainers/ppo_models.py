@@ -14,6 +14,7 @@ from accord.data.template import ConversationEncoder
 from accord.engine.trained import TrainedModel
 from accord.errors import ConfigError
 from accord.models.forward import FrozenModel, PackedModel
+from accord.models.heads import context_length
 from accord.models.load import LoadedModel, load_scalar, load_tokenizer
 from accord.rewards import FunctionReward, ModelReward, Source
 from accord.rewards.base import unique_names
@@ -109,7 +110,7 @@ def _reward_model(config: Config, policy: LoadedModel) -> dict[str, Any]:
     if not same_tokens(loaded.tokenizer, policy.tokenizer):
         log.warning("The reward model has another tokenizer or chat template: answers are handed over as text.")
         encoder = ConversationEncoder(loaded.tokenizer, None)
-    limits = [limit for limit in (settings.max_length, context_length(loaded)) if limit is not None]
+    limits = [limit for limit in (settings.max_length, context_length(loaded.module)) if limit is not None]
     if settings.max_length is not None and min(limits) < settings.max_length:
         raise ConfigError(
             f"reward_model.max_length={settings.max_length:,} is beyond the model's context of {min(limits):,} tokens."
@@ -118,19 +119,12 @@ def _reward_model(config: Config, policy: LoadedModel) -> dict[str, Any]:
     return {"model": model, "encoder": encoder, "max_length": min(limits, default=None)}
 
 
-def context_length(loaded: LoadedModel) -> int | None:
-    """The most tokens of one sequence; None where the family has no limit."""
-    module: Any = loaded.module
-    base = module.get_base_model() if hasattr(module, "get_base_model") else module
-    return getattr(base.config.get_text_config(), "max_position_embeddings", None)
-
-
 def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, critic: LoadedModel) -> None:
     """A prompt and a whole answer must fit the contexts of actor and critic, and one pack. Raises ConfigError with the cure."""
     needed = longest_prompt + config.generate.max_new_tokens
     said = f"the longest prompt has {longest_prompt:,} tokens; with generate.max_new_tokens={config.generate.max_new_tokens:,} that is {needed:,}"
     for name, loaded in (("model", policy), ("critic", critic)):
-        limit = context_length(loaded)
+        limit = context_length(loaded.module)
         if limit is not None and needed > limit:
             raise ConfigError(
                 f"{said}, but the {name} takes {limit:,}. Lower data.max_length to {max(1, limit - config.generate.max_new_tokens):,} "
