@@ -195,13 +195,14 @@ class _Judge:
         if self.function is not None:
             return self.function.score(samples)
         from accord.data.template import ConversationEncoder
+        from accord.models.heads import context_length
         from accord.rewards.model import ModelReward, same_tokens
 
         own = ConversationEncoder(self.loaded.tokenizer, self.config.model.chat_template)
         reward = ModelReward(
             self.frozen,
             max_tokens=self.config.train.max_tokens,
-            max_length=_context(self.loaded.module),
+            max_length=context_length(self.loaded.module),
             encoder=None if same_tokens(own.tokenizer, encoder.tokenizer) else own,
         )
         return reward.score(samples)
@@ -243,9 +244,10 @@ def _answers(speaker: Speaker, config: Config) -> tuple[Examples, list[Sample]]:
 
 def _examples(config: Config, loaded: Any, need: Any) -> tuple[ConversationEncoder, Examples]:
     from accord.data.template import ConversationEncoder
+    from accord.models.heads import context_length
 
     encoder = ConversationEncoder(loaded.tokenizer, config.model.chat_template)
-    return encoder, _load(config, encoder, need, _context(loaded.module))
+    return encoder, _load(config, encoder, need, context_length(loaded.module))
 
 
 def _load(config: Config, encoder: ConversationEncoder, need: Any, room: int | None) -> Examples:
@@ -254,11 +256,6 @@ def _load(config: Config, encoder: ConversationEncoder, need: Any, room: int | N
 
     limit = config.data.max_length if room is None else min(config.data.max_length, room)
     return load_examples(config.data, encoder, need, seed=config.run.seed, max_length=limit, train_on=config.sft.train_on)
-
-
-def _context(module: Any) -> int | None:
-    length: int | None = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    return length
 
 
 def _budget(config: Config, examples: Examples) -> int:

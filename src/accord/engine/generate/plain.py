@@ -22,6 +22,7 @@ from accord.engine.generate.cache import SlotCache, empty_slots, join, supports_
 from accord.engine.generate.sampling import choose, row_seeds, uniforms
 from accord.engine.generate.types import OnToken, Rollout, SamplingParams
 from accord.errors import ConfigError, DataError
+from accord.models.heads import context_length
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one forward
 _SMALL_PREFILL = 512  # below this many tokens a forward costs more than the padding it would save
@@ -52,7 +53,7 @@ class PlainGenerator:
     @property
     def context_length(self) -> int | None:
         """The most tokens that prompt and answer may have together; None if the family has no limit (ALiBi)."""
-        return getattr(self._config, "max_position_embeddings", None)
+        return context_length(self.module)
 
     def generate(
         self,
