@@ -28,6 +28,10 @@ class NonFiniteError(AccordError):
     """The loss or the gradient is not finite (ALGORITHMS §0.7); no weight was changed by that step."""
 
 
+class OutOfMemoryError(AccordError):
+    """What was asked for does not fit the device; the message says what would."""
+
+
 class Interrupted(AccordError):
     """SIGINT or SIGTERM: the step was finished and a checkpoint written (exit code 130)."""
 

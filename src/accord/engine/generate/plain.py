@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from accord.engine.generate.cache import SlotCache, empty_slots, join, supports_slots
-from accord.engine.generate.sampling import choose, row_seeds, uniforms
+from accord.engine.generate.plain_cache import SlotCache, empty_slots, join, supports_slots
+from accord.engine.generate.sampling import RowSampling, choose, row_seeds, uniforms
 from accord.engine.generate.types import OnToken, Rollout, SamplingParams
 from accord.errors import ConfigError, DataError
 from accord.models.heads import context_length
@@ -79,7 +79,7 @@ class PlainGenerator:
             row_seed = row_seeds(seed, len(prompts))
 
         rollouts: list[Rollout | None] = [None] * len(prompts)
-        with torch.no_grad(), _inference_mode(self.module, self._config):
+        with torch.no_grad(), inference_mode(self.module, self._config):
             for numbers in self._batches(prompts, params):
                 batch = _Batch(self, [prompts[i] for i in numbers], numbers, params, row_seed[numbers], on_token)
                 for number, rollout in zip(numbers, batch.run(), strict=True):
@@ -189,10 +189,11 @@ class _Batch:
         self.taken = torch.full((count,), steps, dtype=torch.int64, device=self.device)
         self.stopped = torch.zeros(count, dtype=torch.bool, device=self.device)
 
+        sampling = RowSampling.of([params], self.device)  # one row, for all
         for step in range(steps):
             early = step < params.min_new_tokens
             token, logprob = choose(
-                logits, params, live.uniforms[:, step], seen=live.seen, forbidden=ends if early and ends.any() else None
+                logits, sampling, live.uniforms[:, step], seen=live.seen, forbidden=ends if early and ends.any() else None
             )
             self.tokens[live.rows, step] = token
             self.logprobs[live.rows, step] = logprob
@@ -329,7 +330,7 @@ def _positions(mask: Tensor) -> Tensor:
 
 
 @contextmanager
-def _inference_mode(module: nn.Module, config: Any) -> Iterator[None]:
+def inference_mode(module: nn.Module, config: Any) -> Iterator[None]:
     """Evaluation mode, and an attention that knows left padding and a cache; both as before afterwards.
 
     The training attention (segments of a pack) reads its layout from the trainer; here every row is one sequence.

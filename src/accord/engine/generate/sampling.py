@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from accord.engine.generate.types import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 256  # tokens whose probabilities are summed before they are searched one by one
+_NUCLEUS = 512  # most likely tokens looked at before all of them are sorted for top-p
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -36,63 +42,134 @@ def uniforms(seeds: np.ndarray, steps: int) -> np.ndarray:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+@dataclass(frozen=True)
+class RowSampling:
+    """The sampling parameters of B rows that may differ, each [B, 1]; None where no row uses it."""
+
+    temperature: Tensor | None  # float32, 1 for greedy rows
+    greedy: Tensor | None  # bool; None: no row is greedy
+    only_greedy: bool
+    top_k: Tensor | None  # int64, V or more: all
+    top_p: Tensor | None
+    min_p: Tensor | None
+    repetition_penalty: Tensor | None
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> RowSampling:
+        """One a row."""
+
+        def column(values: Sequence[float], unused: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            if all(value == unused for value in values):
+                return None
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        greedy = [p.greedy for p in params]
+        return cls(
+            temperature=column([p.temperature or 1.0 for p in params], 1.0),
+            greedy=torch.tensor(greedy, device=device)[:, None] if any(greedy) else None,
+            only_greedy=all(greedy),
+            top_k=column([p.top_k or 2**62 for p in params], 2**62, torch.int64),
+            top_p=column([p.top_p for p in params], 1.0),
+            min_p=column([p.min_p for p in params], 0.0),
+            repetition_penalty=column([p.repetition_penalty for p in params], 1.0),
+        )
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
     """Keskar et al. 2019 (arXiv:1909.05858): logits [B, V] of tokens in `seen` [B, V] bool are divided by the penalty
     where positive and multiplied where negative."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def truncate(probs: Tensor, params: SamplingParams) -> Tensor:
-    """Sets to 0 the probabilities [B, V] that top-k, then top-p, then min-p leave out. The result is not normalised.
+def truncate(probs: Tensor, rows: RowSampling) -> Tensor:
+    """Sets to 0 the probabilities [B, V] that top-k, then top-p, then min-p leave out. They need not be normalised, nor is the result.
 
     top-p keeps the smallest set of most probable tokens whose share of what top-k left reaches p (Holtzman et al. 2020);
     min-p keeps tokens with at least p times the highest probability. The most probable token always stays.
     """
-    if 0 < params.top_k < probs.shape[-1]:
-        least = probs.topk(params.top_k, dim=-1).values[:, -1:]
-        probs = torch.where(probs >= least, probs, 0.0)
-    if params.top_p < 1:
-        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-        total = ordered.sum(dim=-1, keepdim=True)
-        before = ordered.cumsum(dim=-1) - ordered  # what the more probable tokens already hold
-        drop = before >= params.top_p * total
-        drop[:, 0] = False
-        probs = probs.masked_fill(torch.zeros_like(drop).scatter(-1, index, drop), 0.0)
-    if params.min_p > 0:
-        probs = torch.where(probs >= params.min_p * probs.amax(dim=-1, keepdim=True), probs, 0.0)
+    vocabulary = probs.shape[-1]
+    if rows.top_k is not None:
+        kept = rows.top_k.clamp(max=vocabulary)
+        ordered = probs.topk(int(kept.max()), dim=-1).values
+        probs = torch.where(probs >= ordered.gather(-1, kept - 1), probs, 0.0)
+    if rows.top_p is not None:
+        probs = torch.where(probs >= _nucleus_threshold(probs, rows.top_p), probs, 0.0)
+    if rows.min_p is not None:
+        probs = torch.where(probs >= rows.min_p * probs.amax(dim=-1, keepdim=True), probs, 0.0)
     return probs
+
+
+def _nucleus_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
+    """[B, 1] the smallest probability that top-p keeps. Looks at the likeliest tokens first: they nearly always suffice."""
+    target = top_p * probs.sum(dim=-1, keepdim=True)
+    count = min(_NUCLEUS, probs.shape[-1])
+    while True:
+        ordered = probs.topk(count, dim=-1).values
+        before = ordered.cumsum(dim=-1) - ordered  # what the more probable tokens already hold
+        kept = (before < target).sum(dim=-1, keepdim=True).clamp(min=1)
+        if count == probs.shape[-1] or bool((kept < count).all()):
+            # p = 1 keeps all, which a sum that is rounded differently might not
+            return torch.where(top_p < 1, ordered.gather(-1, kept - 1), 0.0)
+        count = probs.shape[-1]
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """The token at which the cumulative probability first exceeds u · total: probs [B, V] (not normalised), u [B] → [B] int64.
 
-    A token of probability 0 is never chosen, since the cumulative sum does not rise there.
+    A token of probability 0 is never chosen, since the cumulative sum does not rise there. Large vocabularies are summed by blocks
+    first, so that only one block a row is searched token by token.
     """
-    cumulative = probs.to(torch.float64).cumsum(dim=-1)
+    vocabulary = probs.shape[-1]
+    if vocabulary <= 4 * _BLOCK:
+        return _search(probs.to(torch.float64).cumsum(dim=-1), u[:, None] * 1.0, scaled=True).squeeze(-1)
+    if vocabulary % _BLOCK:
+        probs = F.pad(probs, (0, -vocabulary % _BLOCK))
+    blocks = probs.unflatten(-1, (-1, _BLOCK))
+    sums = blocks.sum(dim=-1).to(torch.float64)
+    cumulative = sums.cumsum(dim=-1)
+    target = u[:, None] * cumulative[:, -1:]
+    block = _search(cumulative, target)
+    rest = target - (cumulative - sums).gather(-1, block)
+    inside = blocks[torch.arange(len(probs), device=probs.device), block.squeeze(-1)].to(torch.float64).cumsum(dim=-1)
+    return (block * _BLOCK + _search(inside, rest.clamp(min=0))).squeeze(-1)
+
+
+def _search(cumulative: Tensor, target: Tensor, scaled: bool = False) -> Tensor:
+    """[B, 1] the first index whose cumulative sum exceeds the target [B, 1], which may be given as a share of the total."""
     total = cumulative[:, -1:]
-    # u < 1, but u · total may round up to total, beyond which there is no token
-    target = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    if scaled:
+        target = target * total
+    # a target below the total may be rounded up to it, beyond which there is nothing
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)
 
 
 def choose(
     logits: Tensor,  # [B, V] float32
-    params: SamplingParams,
-    u: Tensor,  # [B] float64 in [0, 1); unused when greedy
+    rows: RowSampling,
+    u: Tensor,  # [B] float64 in [0, 1); unused by greedy rows
     *,
     seen: Tensor | None = None,  # [B, V] bool, tokens of prompt and answer so far; only with a repetition penalty
-    forbidden: Tensor | None = None,  # [V] bool, tokens that may not be sampled now
+    forbidden: Tensor | None = None,  # bool, broadcast to [B, V]: tokens that may not be sampled now
 ) -> tuple[Tensor, Tensor]:
     """Samples one token a row. Returns (tokens [B] int64, their tempered untruncated log-probabilities [B] float32)."""
-    logprobs = torch.log_softmax(logits if params.greedy else logits / params.temperature, dim=-1)
-    altered = logits
-    if seen is not None and params.repetition_penalty != 1:
-        altered = penalise_repetition(altered, seen, params.repetition_penalty)
+    tempered = logits if rows.temperature is None else logits / rows.temperature
+    peak = tempered.amax(dim=-1, keepdim=True)
+    weights = (tempered - peak).exp_()
+    log_total = weights.sum(dim=-1, keepdim=True).log()
+
+    altered = tempered
+    if seen is not None and rows.repetition_penalty is not None:
+        altered = penalise_repetition(altered, seen, rows.repetition_penalty)
     if forbidden is not None:
         altered = altered.masked_fill(forbidden, -torch.inf)
-    if params.greedy:
+    if rows.only_greedy:
         tokens = altered.argmax(dim=-1)
     else:
-        probs = logprobs.exp() if altered is logits else torch.softmax(altered / params.temperature, dim=-1)
-        tokens = inverse_cdf(truncate(probs, params), u)
-    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+        if altered is not tempered:
+            weights = (altered - altered.amax(dim=-1, keepdim=True)).exp_()
+        tokens = inverse_cdf(truncate(weights, rows), u)
+        if rows.greedy is not None:
+            tokens = torch.where(rows.greedy.squeeze(-1), altered.argmax(dim=-1), tokens)
+    logprobs = tempered.gather(-1, tokens[:, None]) - peak - log_total
+    return tokens, logprobs.squeeze(-1)

@@ -1,0 +1,270 @@
+"""One forward step of a transformer over tokens of many sequences, written out: no module's `forward`, no padding.
+
+A step takes T tokens in one row: first one token of every sequence under way (decoding), then whole prompts laid end to end
+(prefill). Matrix products see all of them at once; attention looks up its keys sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accord.engine.generate.attention import DecodeAttention, prompt_attention
+from accord.engine.generate.kv_cache import KeyValueCache
+from accord.engine.generate.projection import Placement, Projection, can_pack, is_projection
+from accord.engine.generate.spec import DecoderSpec, LayerSpec, Norm, NoSpecError
+from accord.models.packed import SegmentLayout
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_fast": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward computes."""
+
+    ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T] the sequence of each token
+    decoding: int  # the first so many tokens are one of each slot 0 … decoding-1
+    longest: int  # tokens of the longest of these, the new one included
+    prompts: SegmentLayout | None  # of the other tokens
+    last: Tensor  # [R] tokens whose logits are wanted
+
+
+class Decoder:
+    """The logits of `Step`s, from the tensors of a training module.
+
+    `dtype`: what it computes in; None: the module's own. On a CPU the weights are copied into oneDNN's layout (`placement` packed); elsewhere
+    they are copied only where the type differs. `refresh()` renews copies, `release()` frees them.
+    """
+
+    def __init__(self, spec: DecoderSpec, module: nn.Module, dtype: torch.dtype | None = None, placement: Placement | None = None) -> None:
+        """Raises NoSpecError for parts that it can't apply."""
+        self.spec, self.module = spec, module
+        weight: Tensor = spec.embed.weight  # type: ignore[assignment]
+        self.device = weight.device
+        self.dtype = dtype or weight.dtype
+        if placement is None:
+            placement = "packed" if can_pack(self.dtype, self.device) else "shared" if self.dtype == weight.dtype else "copied"
+        self.placement = placement
+        linear = [part for layer in spec.layers for part in (*layer.qkv, layer.out, *layer.up, layer.down)] + [spec.head]
+        for part in linear:
+            if placement != "shared" and not is_projection(part):
+                raise NoSpecError(f"it has a linear layer of another kind ({type(part).__name__})")
+        for layer in spec.layers:
+            if layer.activation not in _ACTIVATIONS:
+                raise NoSpecError(f"its activation {layer.activation} is not known")
+        self.layers = [_Layer(layer, spec, self.dtype, placement) for layer in spec.layers]
+        self.head = Projection((spec.head,), self.dtype, placement)
+        self.final_norm = _Norm(spec.final_norm, self.dtype)
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._seen: list[tuple[int, int]] = []
+        self.fresh = False
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of a row of logits."""
+        return int(_base(self.spec.head).weight.shape[0])
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory of the copies, 0 while there are none."""
+        if self.placement == "shared" or not self.fresh:
+            return 0
+        count = sum(w.numel() for p in self._projections() for w in (part.weight for part in map(_base, p.modules)))
+        return count * self.dtype.itemsize
+
+    def refresh(self) -> None:
+        """Take the weights as they are now. Nothing to do for shared ones; the norms' few numbers are always copied."""
+        with torch.no_grad():
+            for projection in self._projections():
+                projection.refresh()
+            for norm in self._norms():
+                norm.refresh()
+        self._seen, self.fresh = self._versions(), True
+
+    def refresh_if_changed(self) -> bool:
+        """Refresh when a parameter was replaced or written to since the last time. (Writing through `.data` leaves no trace.)"""
+        if self.fresh and self._seen == self._versions():
+            return False
+        self.refresh()
+        return True
+
+    def release(self) -> None:
+        """Free all copies; the next use makes them again."""
+        for projection in self._projections():
+            projection.release()
+        self._tables.clear()
+        self.fresh = False
+
+    def _versions(self) -> list[tuple[int, int]]:
+        switches = [(id(part), int(part._disable_adapters)) for part in self.module.modules() if hasattr(part, "_disable_adapters")]
+        return [(p.data_ptr(), p._version) for p in self.module.parameters()] + switches
+
+    def _projections(self) -> Iterator[Projection]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.out, layer.up, layer.down)
+        yield self.head
+
+    def _norms(self) -> Iterator[_Norm]:
+        for layer in self.layers:
+            yield from layer.norms
+        yield self.final_norm
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, step: Step, cache: KeyValueCache) -> Tensor:
+        """The logits [R, V] float32 at `step.last`. Writes the keys and values of all T tokens to the cache."""
+        spec = self.spec
+        h = spec.embed(step.ids)
+        if spec.embed_positions is not None:
+            h = h + F.embedding(step.positions + spec.position_offset, spec.embed_positions.weight)  # type: ignore[arg-type]
+        h = h.to(self.dtype)
+        rotations = {name: self._rotation(name, step.positions) for name in {layer.rotary for layer in spec.layers} if name}
+        attention = DecodeAttention(step.decoding, step.longest, step.positions[: step.decoding], self.dtype)
+        for number, layer in enumerate(self.layers):
+            h = layer(number, h, step, cache, attention, rotations.get(layer.spec.rotary or ""))
+        logits = self.head(self.final_norm(h.index_select(0, step.last))).float()
+        if spec.logit_softcap is not None:
+            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        return logits
+
+    def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin [T, 1, rotary dims] of one kind of layer."""
+        if name not in self._tables:
+            assert self.spec.rotary_table is not None
+            every = torch.arange(self.spec.context_length or 4096, device=self.device)
+            cos, sin = self.spec.rotary_table(name, every)
+            half = sin.shape[-1] // 2
+            signed = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)  # rotate_half's minus, once and for all
+            self._tables[name] = cos.to(self.dtype), signed.to(self.dtype)
+        cos, sin = self._tables[name]
+        return cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]
+
+
+class _Norm:
+    """A norm with its weights at hand in the type the decoder computes in. The identity where a family has none."""
+
+    def __init__(self, norm: Norm | None, dtype: torch.dtype) -> None:
+        self.norm, self.dtype = norm, dtype
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def refresh(self) -> None:
+        if self.norm is None:
+            return
+        module: Any = self.norm.module
+        if self.norm.kind == "gemma":
+            self.weight = 1.0 + module.weight.detach().float()  # multiplied in float32, then rounded
+        else:
+            self.weight = None if module.weight is None else module.weight.detach().to(self.dtype)
+        bias = getattr(module, "bias", None)
+        self.bias = None if bias is None else bias.detach().to(self.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.norm is None:
+            return x
+        if self.norm.kind == "layer":
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.norm.eps)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm.eps)
+        assert self.weight is not None
+        if self.norm.kind == "gemma":
+            return (wide * self.weight).to(x.dtype)
+        return wide.to(x.dtype) * self.weight
+
+
+class _Layer:
+    """One block: its projections and norms, and the order in which they are applied."""
+
+    def __init__(self, spec: LayerSpec, model: DecoderSpec, dtype: torch.dtype, placement: Placement) -> None:
+        self.spec = spec
+        self.heads, self.key_heads, self.head_dim = model.heads, model.key_value_heads, model.head_dim
+        self.qkv = Projection(spec.qkv, dtype, placement)
+        self.out = Projection((spec.out,), dtype, placement)
+        self.up = Projection(spec.up, dtype, placement)
+        self.down = Projection((spec.down,), dtype, placement)
+        self.act = _ACTIVATIONS[spec.activation]
+        self.attention_norm, self.post_attention_norm = _Norm(spec.attention_norm, dtype), _Norm(spec.post_attention_norm, dtype)
+        self.mlp_norm, self.post_mlp_norm = _Norm(spec.mlp_norm, dtype), _Norm(spec.post_mlp_norm, dtype)
+        self.query_norm, self.key_norm = _Norm(spec.query_norm, dtype), _Norm(spec.key_norm, dtype)
+        self.norms = (
+            self.attention_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm, self.query_norm, self.key_norm,
+        )  # fmt: skip
+
+    def __call__(
+        self, number: int, h: Tensor, step: Step, cache: KeyValueCache, attention: DecodeAttention, rotation: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        spec = self.spec
+        q, k, v = self._heads(self.qkv(self.attention_norm(h)))
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        cache.write(number, step.slots, step.positions, k, v)
+        n = step.decoding
+        mixed = []
+        if n:
+            mixed.append(attention(q[:n], cache.keys[number], cache.values[number], spec.scaling, spec.window, spec.softcap))
+        if step.prompts is not None:
+            mixed.append(prompt_attention(q[n:], k[n:], v[n:], step.prompts, spec.scaling, spec.window, spec.softcap))
+        seen = (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
+        if spec.parallel:
+            return self._mlp(h, self.out.add_to(seen, h))
+        if spec.post_attention_norm is None:
+            h = self.out.add_to(seen, h)
+        else:
+            h = h + self.post_attention_norm(self.out(seen))
+        return self._mlp(h, h)
+
+    def _mlp(self, h: Tensor, residual: Tensor) -> Tensor:
+        x = self.up(self.mlp_norm(h))
+        if len(self.spec.up) == 2:
+            gate, up = x.chunk(2, dim=-1)
+            x = self.act(gate).mul_(up)
+        else:
+            x = self.act(x)
+        if self.spec.post_mlp_norm is None:
+            return self.down.add_to(x, residual)
+        return residual + self.post_mlp_norm(self.down(x))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, …] → queries [T, heads, d], keys and values [T, key heads, d], normalised where the family does."""
+        tokens, d = len(qkv), self.head_dim
+        if self.spec.interleaved:
+            q, k, v = qkv.view(tokens, self.heads, 3, d).unbind(2)
+            return q, k, v
+        q, k, v = qkv.split([self.heads * d, self.key_heads * d, self.key_heads * d], dim=-1)
+        if self.spec.query_norm is not None and not self.spec.norm_heads:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = q.reshape(tokens, self.heads, d), k.reshape(tokens, self.key_heads, d), v.reshape(tokens, self.key_heads, d)
+        if self.spec.query_norm is not None and self.spec.norm_heads:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return q, k, v
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on the first dimensions of x [T, heads, d]: x · cos + rotate_half(x) · sin, the sign being in `sin` already."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(width // 2, dims=-1), sin)
+    turned, rest = x[..., :width], x[..., width:]
+    return torch.cat([torch.addcmul(turned * cos, turned.roll(width // 2, dims=-1), sin), rest], dim=-1)
+
+
+def _base(module: nn.Module) -> Any:
+    return getattr(module, "base_layer", module)

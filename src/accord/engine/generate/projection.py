@@ -1,0 +1,109 @@
+"""Linear layers of the training module as the decoder applies them.
+
+- *shared*: the modules themselves, on the very tensors that are trained; a LoRA adapter is applied on the fly.
+- *copied*: one matrix for modules that stand side by side, in the decoder's type; an adapter is merged into the copy.
+- *packed*: a copy in oneDNN's blocked layout (CPU). A product with few rows, as in decoding, runs 1.3 to 2 times faster on it.
+
+Copies are renewed by `refresh()` after the weights have changed; the training weights are never touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+Placement = Literal["shared", "copied", "packed"]
+
+_ROWS_HINT = 32  # for the packed layout: rows of a decoding step
+
+
+class Projection:
+    """x ↦ x · [W₁; W₂; …]ᵀ + [b₁; b₂; …] of one or more linear modules that read the same input."""
+
+    def __init__(self, modules: tuple[nn.Module, ...], dtype: torch.dtype, placement: Placement) -> None:
+        self.modules, self.dtype, self.placement = modules, dtype, placement
+        self.weight: Any = None
+        self.bias: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Copy the weights as they are now."""
+        if self.placement == "shared":
+            return
+        weights, biases = zip(*map(merged_weight, self.modules), strict=True)
+        weight = weights[0].to(self.dtype) if len(weights) == 1 else torch.cat([w.to(self.dtype) for w in weights])
+        if any(bias is not None for bias in biases):
+            whole = [
+                bias if bias is not None else weight.new_zeros(len(w)) for bias, w in zip(biases, weights, strict=True)
+            ]
+            self.bias = torch.cat([bias.to(self.dtype) for bias in whole])
+        if self.placement == "packed":
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+        else:
+            self.weight = weight.clone() if weight is weights[0] else weight
+
+    def release(self) -> None:
+        """Free the copies."""
+        self.weight = self.bias = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.placement == "packed":
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if self.placement == "copied":
+            return F.linear(x, self.weight, self.bias)
+        if len(self.modules) == 1:
+            return self.modules[0](x)
+        return torch.cat([module(x) for module in self.modules], dim=-1)
+
+    def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + projection of x."""
+        if self.placement == "packed":
+            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+        return self(x).add_(residual)
+
+
+def merged_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """(W [out, in], b) of a linear module, GPT-2's transposed kind included; an active LoRA adapter is merged in, in float32."""
+    part: Any = module
+    delta = None
+    if hasattr(part, "get_delta_weight"):
+        active = [] if part.disable_adapters else [name for name in part.active_adapters if name in part.lora_A]
+        for name in active:
+            change = part.get_delta_weight(name).float()
+            delta = change if delta is None else delta + change
+        part = part.base_layer
+    weight = part.weight.detach()
+    if delta is not None:
+        weight = (weight.float() + delta).to(weight.dtype)
+    if isinstance(part, Conv1D):
+        weight = weight.T
+    return weight, None if part.bias is None else part.bias.detach()
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Whether `merged_weight` understands the module: plain linear, GPT-2's, or one of them under LoRA."""
+    part: Any = module
+    if hasattr(part, "get_delta_weight"):
+        if getattr(part, "merged", False) or any(getattr(part, "use_dora", {}).values()):
+            return False
+        part = part.base_layer
+    return type(part) in (nn.Linear, Conv1D)
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN packs weights of this type here and gives the right product."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        draw = torch.Generator().manual_seed(0)
+        x, weight = torch.randn(3, 32, generator=draw).to(dtype), torch.randn(48, 32, generator=draw).to(dtype)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        product = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        both = torch.ops.mkldnn._linear_pointwise.binary(x, product, packed, None, "add")
+    except (AttributeError, RuntimeError):  # not built in, or a processor that oneDNN doesn't serve in this type
+        return False
+    wanted = F.linear(x.double(), weight.double())
+    return torch.allclose(product.double(), wanted, rtol=0.05, atol=0.2) and torch.allclose(both.double(), 2 * wanted, rtol=0.05, atol=0.4)
