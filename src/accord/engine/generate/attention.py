@@ -6,15 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accord.engine.generate.native import Kernels
 from accord.models.packed import SegmentLayout, segment_attention
 
 
 class DecodeAttention:
     """Of one step: n sequences in the slots 0 … n-1, one new token each, whose keys are in the cache already."""
 
-    def __init__(self, count: int, longest: int, positions: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, longest: int, positions: Tensor, dtype: torch.dtype, native: Kernels | None = None) -> None:
         """`positions` [n] of the new tokens; a sequence sees its cache up to and including that position."""
-        self.count, self.longest, self.positions, self.dtype = count, longest, positions, dtype
+        self.longest, self.positions, self.dtype, self.native = longest, positions, dtype, native
         self._masks: dict[int | None, Tensor | None] = {}
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -43,6 +44,8 @@ class DecodeAttention:
         softcap: float | None,
     ) -> Tensor:
         """[n, heads, d]."""
+        if self.native is not None:
+            return self.native.decode_attention(query, keys, values, self.positions, scaling, window, softcap)
         n, heads, d = query.shape
         keys, values = keys[:n, :, : self.longest], values[:n, :, : self.longest]
         # Queries that share a key head stand as rows of one product, so that its keys are read once.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from accord.engine.generate.attention import DecodeAttention, prompt_attention
 from accord.engine.generate.kv_cache import KeyValueCache
+from accord.engine.generate.native import Kernels, kernels
 from accord.engine.generate.projection import Placement, Projection, can_pack, is_projection
 from accord.engine.generate.spec import DecoderSpec, LayerSpec, Norm, NoSpecError
 from accord.models.packed import SegmentLayout
@@ -68,9 +69,10 @@ class Decoder:
         for layer in spec.layers:
             if layer.activation not in _ACTIVATIONS:
                 raise NoSpecError(f"its activation {layer.activation} is not known")
-        self.layers = [_Layer(layer, spec, self.dtype, placement) for layer in spec.layers]
+        self.native = kernels(self.dtype, self.device, spec.head_dim, spec.heads // spec.key_value_heads)
+        self.layers = [_Layer(layer, spec, self.dtype, placement, self.native) for layer in spec.layers]
         self.head = Projection((spec.head,), self.dtype, placement)
-        self.final_norm = _Norm(spec.final_norm, self.dtype)
+        self.final_norm = _Norm(spec.final_norm, self.dtype, self.native)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._seen: list[tuple[int, int]] = []
         self.fresh = False
@@ -137,7 +139,7 @@ class Decoder:
             h = h + F.embedding(step.positions + spec.position_offset, spec.embed_positions.weight)  # type: ignore[arg-type]
         h = h.to(self.dtype)
         rotations = {name: self._rotation(name, step.positions) for name in {layer.rotary for layer in spec.layers} if name}
-        attention = DecodeAttention(step.decoding, step.longest, step.positions[: step.decoding], self.dtype)
+        attention = DecodeAttention(step.longest, step.positions[: step.decoding], self.dtype, self.native)
         for number, layer in enumerate(self.layers):
             h = layer(number, h, step, cache, attention, rotations.get(layer.spec.rotary or ""))
         logits = self.head(self.final_norm(h.index_select(0, step.last))).float()
@@ -146,23 +148,25 @@ class Decoder:
         return logits
 
     def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [T, 1, rotary dims] of one kind of layer."""
+        """cos and signed sin of one kind of layer: the whole tables for the compiled kernel, else those of the tokens [T, 1, rotary dims]."""
         if name not in self._tables:
             assert self.spec.rotary_table is not None
             every = torch.arange(self.spec.context_length or 4096, device=self.device)
             cos, sin = self.spec.rotary_table(name, every)
             half = sin.shape[-1] // 2
             signed = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)  # rotate_half's minus, once and for all
-            self._tables[name] = cos.to(self.dtype), signed.to(self.dtype)
-        cos, sin = self._tables[name]
-        return cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]
+            self._tables[name] = cos.float().contiguous(), signed.float().contiguous()
+        if self.native is not None:
+            return self._tables[name]
+        cos, sin = (table.index_select(0, positions)[:, None].to(self.dtype) for table in self._tables[name])
+        return cos, sin
 
 
 class _Norm:
     """A norm with its weights at hand in the type the decoder computes in. The identity where a family has none."""
 
-    def __init__(self, norm: Norm | None, dtype: torch.dtype) -> None:
-        self.norm, self.dtype = norm, dtype
+    def __init__(self, norm: Norm | None, dtype: torch.dtype, native: Kernels | None = None) -> None:
+        self.norm, self.dtype, self.native = norm, dtype, native
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
@@ -170,10 +174,10 @@ class _Norm:
         if self.norm is None:
             return
         module: Any = self.norm.module
-        if self.norm.kind == "gemma":
-            self.weight = 1.0 + module.weight.detach().float()  # multiplied in float32, then rounded
-        else:
+        if self.norm.kind == "layer":
             self.weight = None if module.weight is None else module.weight.detach().to(self.dtype)
+        else:  # multiplied in float32, then rounded
+            self.weight = module.weight.detach().float() + (1.0 if self.norm.kind == "gemma" else 0.0)
         bias = getattr(module, "bias", None)
         self.bias = None if bias is None else bias.detach().to(self.dtype)
 
@@ -182,79 +186,98 @@ class _Norm:
             return x
         if self.norm.kind == "layer":
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.norm.eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm.eps)
         assert self.weight is not None
-        if self.norm.kind == "gemma":
-            return (wide * self.weight).to(x.dtype)
-        return wide.to(x.dtype) * self.weight
+        if self.native is not None:
+            return self.native.rms_norm(x.contiguous(), self.weight, self.norm.eps)
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm.eps) * self.weight).to(x.dtype)
 
 
 class _Layer:
     """One block: its projections and norms, and the order in which they are applied."""
 
-    def __init__(self, spec: LayerSpec, model: DecoderSpec, dtype: torch.dtype, placement: Placement) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: LayerSpec, model: DecoderSpec, dtype: torch.dtype, placement: Placement, native: Kernels | None
+    ) -> None:
+        self.spec, self.native = spec, native
         self.heads, self.key_heads, self.head_dim = model.heads, model.key_value_heads, model.head_dim
         self.qkv = Projection(spec.qkv, dtype, placement)
         self.out = Projection((spec.out,), dtype, placement)
         self.up = Projection(spec.up, dtype, placement)
         self.down = Projection((spec.down,), dtype, placement)
         self.act = _ACTIVATIONS[spec.activation]
-        self.attention_norm, self.post_attention_norm = _Norm(spec.attention_norm, dtype), _Norm(spec.post_attention_norm, dtype)
-        self.mlp_norm, self.post_mlp_norm = _Norm(spec.mlp_norm, dtype), _Norm(spec.post_mlp_norm, dtype)
-        self.query_norm, self.key_norm = _Norm(spec.query_norm, dtype), _Norm(spec.key_norm, dtype)
-        self.norms = (
-            self.attention_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm, self.query_norm, self.key_norm,
-        )  # fmt: skip
+        self.gated = len(spec.up) == 2
+        self.attention_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm, self.query_norm, self.key_norm = self.norms = [
+            _Norm(norm, dtype, native)
+            for norm in (
+                spec.attention_norm, spec.post_attention_norm, spec.mlp_norm, spec.post_mlp_norm, spec.query_norm, spec.key_norm,
+            )
+        ]  # fmt: skip
 
     def __call__(
-        self, number: int, h: Tensor, step: Step, cache: KeyValueCache, attention: DecodeAttention, rotation: tuple[Tensor, Tensor] | None
+        self,
+        number: int,
+        h: Tensor,  # [T, width]
+        step: Step,
+        cache: KeyValueCache,
+        attention: DecodeAttention,
+        rotation: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        spec = self.spec
-        q, k, v = self._heads(self.qkv(self.attention_norm(h)))
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        cache.write(number, step.slots, step.positions, k, v)
-        n = step.decoding
-        mixed = []
-        if n:
-            mixed.append(attention(q[:n], cache.keys[number], cache.values[number], spec.scaling, spec.window, spec.softcap))
-        if step.prompts is not None:
-            mixed.append(prompt_attention(q[n:], k[n:], v[n:], step.prompts, spec.scaling, spec.window, spec.softcap))
-        seen = (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
-        if spec.parallel:
+        seen = self._attend(number, self.attention_norm(h), step, cache, attention, rotation)
+        if self.spec.parallel:
             return self._mlp(h, self.out.add_to(seen, h))
-        if spec.post_attention_norm is None:
+        if self.spec.post_attention_norm is None:
             h = self.out.add_to(seen, h)
         else:
             h = h + self.post_attention_norm(self.out(seen))
         return self._mlp(h, h)
 
+    def _attend(
+        self, number: int, x: Tensor, step: Step, cache: KeyValueCache, attention: DecodeAttention, rotation: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """[T, heads · d]: keys and values of all tokens go to the cache; each token sees its own sequence."""
+        spec, n = self.spec, step.decoding
+        keys, values = cache.keys[number], cache.values[number]
+        heads = self._normalised(self.qkv(x))  # [T, heads + 2 key heads, d]
+        q, k, v = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
+        if self.native is not None:
+            self.native.rotate_and_write(heads, rotation, step.positions, step.slots, keys, values)  # in place: q and k are views
+        else:
+            if rotation is not None:
+                q, k = rotate(q, *rotation), rotate(k, *rotation)
+            cache.write(number, step.slots, step.positions, k, v)
+        mixed = []
+        if n:
+            mixed.append(attention(q[:n], keys, values, spec.scaling, spec.window, spec.softcap))
+        if step.prompts is not None:
+            mixed.append(prompt_attention(q[n:], k[n:], v[n:], step.prompts, spec.scaling, spec.window, spec.softcap))
+        return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
+
     def _mlp(self, h: Tensor, residual: Tensor) -> Tensor:
         x = self.up(self.mlp_norm(h))
-        if len(self.spec.up) == 2:
+        if not self.gated:
+            x = self.act(x)
+        elif self.native is not None and self.act is F.silu:
+            x = self.native.silu_mul(x)
+        else:
             gate, up = x.chunk(2, dim=-1)
             x = self.act(gate).mul_(up)
-        else:
-            x = self.act(x)
         if self.spec.post_mlp_norm is None:
             return self.down.add_to(x, residual)
         return residual + self.post_mlp_norm(self.down(x))
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, …] → queries [T, heads, d], keys and values [T, key heads, d], normalised where the family does."""
+    def _normalised(self, qkv: Tensor) -> Tensor:
+        """[T, …] → [T, heads + 2 key heads, d] contiguous: queries, keys, values, normalised where the family does."""
         tokens, d = len(qkv), self.head_dim
         if self.spec.interleaved:
-            q, k, v = qkv.view(tokens, self.heads, 3, d).unbind(2)
-            return q, k, v
+            return qkv.view(tokens, self.heads, 3, d).transpose(1, 2).reshape(tokens, 3 * self.heads, d)
+        if self.spec.query_norm is None:
+            return qkv.view(tokens, -1, d)
         q, k, v = qkv.split([self.heads * d, self.key_heads * d, self.key_heads * d], dim=-1)
-        if self.spec.query_norm is not None and not self.spec.norm_heads:
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k, v = q.reshape(tokens, self.heads, d), k.reshape(tokens, self.key_heads, d), v.reshape(tokens, self.key_heads, d)
-        if self.spec.query_norm is not None and self.spec.norm_heads:
-            q, k = self.query_norm(q), self.key_norm(k)
-        return q, k, v
+        if self.spec.norm_heads:
+            q, k = q.reshape(-1, d), k.reshape(-1, d)
+        q, k = self.query_norm(q).view(tokens, -1), self.key_norm(k).view(tokens, -1)
+        return torch.cat([q, k, v], dim=-1).view(tokens, -1, d)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
