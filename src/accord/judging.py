@@ -15,7 +15,7 @@ from accord.data.packing import pack_trees
 from accord.data.records import Prompt
 from accord.data.template import ConversationEncoder
 from accord.data.trees import branching
-from accord.engine.generate import PlainGenerator, SamplingParams, before_stop
+from accord.engine.generate import SamplingParams, before_stop, make_generator
 from accord.errors import DataError
 from accord.models.forward import FrozenModel
 from accord.models.load import LoadedModel, load_causal
@@ -67,7 +67,7 @@ def _judge(
     params = SamplingParams.from_settings(config.generate, encoder.stop_token_ids)
     prompt_ids = [example.tree.segments[0].tokens.tolist() for example in examples]
     seed = config.generate.seed if config.generate.seed is not None else config.run.seed
-    rollouts = PlainGenerator(loaded.module, loaded.tokenizer).generate(
+    rollouts = make_generator(loaded.module, loaded.tokenizer, config.engine).generate(
         prompt_ids, params, seeds=[seed * 1_000_003 + i for i in range(len(prompt_ids))]
     )
     samples = []

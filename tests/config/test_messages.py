@@ -69,9 +69,7 @@ def test_the_message_of_an_override(override, message):
 
 def test_keys_of_what_is_not_built_are_unknown():
     for key in (
-        "engine",
         "launch",
-        "ppo.old_logprobs",
         "data.workers",
         "critic.share_trunk",
         "reference.precompute",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accord.engine.generate.sampling import choose, inverse_cdf, row_seeds, truncate, uniforms
+from accord.engine.generate.sampling import RowSampling, choose, inverse_cdf, row_seeds, truncate, uniforms
 from accord.engine.generate.types import SamplingParams
 from accord.errors import ConfigError
 
@@ -39,7 +39,7 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def test_truncation_leaves_the_distribution_that_transformers_samples_from(seed, vocabulary, temperature, top_k, top_p, min_p):
     logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    ours = truncate((logits / temperature).softmax(-1), params)
+    ours = truncate((logits / temperature).softmax(-1), RowSampling.of([params]))
     torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), warped(logits, params), atol=1e-6, rtol=1e-5)
 
 
@@ -83,7 +83,7 @@ def test_logprobs_know_nothing_of_truncation_penalty_or_forbidden_tokens():
     forbidden = torch.arange(30) < 10
     params = SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0)
     u = torch.full((5,), 0.3, dtype=torch.float64)
-    tokens, logprobs = choose(logits, params, u, seen=seen, forbidden=forbidden)
+    tokens, logprobs = choose(logits, RowSampling.of([params]), u, seen=seen, forbidden=forbidden)
     assert (tokens >= 10).all()
     torch.testing.assert_close(logprobs, torch.log_softmax(logits / 0.5, -1).gather(-1, tokens[:, None])[:, 0])
 

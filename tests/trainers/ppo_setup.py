@@ -57,6 +57,12 @@ class GivenAnswers:
 
     def __init__(self, answers: Sequence[tuple[Sequence[int], str]]) -> None:
         self.answers = answers
+        self.dtype, self.context_length = None, None
+
+    def prepare(self):
+        pass
+
+    refresh = release = prepare
 
     def generate(self, prompts, params, *, seeds=None, on_token=None):
         chosen = [self.answers[i % len(self.answers)] for i in range(len(prompts))]

@@ -99,7 +99,7 @@ def test_the_score_sits_on_the_last_real_action(make, pad):
     tokenizer = ppo.policy.tokenizer
     tokenizer.pad_token = {"eos": tokenizer.eos_token, "other": "<|pad|>", "none": None}[pad]
     end = ppo.encoder.end_token_id
-    ppo.generator = GivenAnswers([([7, 8, end], "stop"), ([9, end, 10, 11], "length"), ([end], "stop")])
+    ppo.engine.generator = GivenAnswers([([7, 8, end], "stop"), ([9, end, 10, 11], "length"), ([end], "stop")])
     experience = ppo.make_experience(all_prompts(ppo)[:3])
     assert experience.rewards.tolist() == [0, 0, 2.0] + [0, 0, 0, -0.5] + [2.0]
     assert experience.metrics["ppo/score"] == pytest.approx(4 / 3)  # raw: before the penalty
@@ -112,7 +112,7 @@ def test_the_end_token_is_an_action_that_gets_its_gradient(make):
     ppo = make({"ppo": {"kl": {"coef": 0.0}, "rewards": [function("ended")], "whiten_advantages": False}})
     ppo.policy.tokenizer.pad_token = ppo.policy.tokenizer.eos_token
     end = ppo.encoder.end_token_id
-    ppo.generator = GivenAnswers([([7, 8, end], "stop")])
+    ppo.engine.generator = GivenAnswers([([7, 8, end], "stop")])
     prompts = all_prompts(ppo)
     experience = ppo.make_experience(prompts)
     ppo.update(experience)
@@ -447,7 +447,7 @@ def test_with_lora_the_reference_is_the_start_and_the_base_never_moves(make):
     now = dict(ppo.policy.module.named_parameters())
     assert all(torch.equal(value, now[name]) for name, value in base.items())
     plain = make()
-    ppo.generator = plain.generator = GivenAnswers([([7, 8, 9], "length")])
+    ppo.engine.generator = plain.engine.generator = GivenAnswers([([7, 8, 9], "length")])
     assert torch.allclose(
         ppo.make_experience(all_prompts(ppo)).ref_logprobs, plain.make_experience(all_prompts(plain)).ref_logprobs, atol=1e-5
     )

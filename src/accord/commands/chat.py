@@ -11,7 +11,7 @@ from accord.commands.inference import MODEL_KEYS, Speaker, load_speaker, quiet, 
 from accord.data.records import Message
 from accord.errors import UserError
 
-READS = ("generate.", *MODEL_KEYS)
+READS = ("generate.", "engine.", *MODEL_KEYS)
 HELP = (
     "/clear starts anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer; a backslash at the end of a line continues the message"
 )

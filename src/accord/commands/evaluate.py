@@ -30,7 +30,7 @@ DATA_KEYS = (
 READS = {
     "perplexity": (*MODEL_KEYS, *DATA_KEYS, "sft.train_on"),
     "reward_accuracy": (*MODEL_KEYS, *DATA_KEYS),
-    "win_rate": ("generate.", *MODEL_KEYS, *DATA_KEYS),
+    "win_rate": ("generate.", "engine.", *MODEL_KEYS, *DATA_KEYS),
 }
 METRICS = tuple(READS)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accord.data.reading import SourceReport
     from accord.data.records import Prompt
 
-READS = ("generate.", *MODEL_KEYS, "data.format", "data.columns", "data.on_bad_row", "data.truncate")
+READS = ("generate.", "engine.", *MODEL_KEYS, "data.format", "data.columns", "data.on_bad_row", "data.truncate")
 _SECONDS_PER_WRITE = 10.0  # about what a kill may cost
 _MOST_ROWS = 1024
 
@@ -180,6 +180,7 @@ def _made_with(model: str, speaker: Speaker, rows: _Rows, config: Config) -> dic
         "model": model,
         "weights": _weights_state(Path(speaker.path)),
         "dtype": config.model.dtype,
+        "engine": {"enabled": config.engine.enabled, "dtype": config.engine.dtype},
         "chat_template": hashlib.blake2b(str(speaker.encoder.tokenizer.chat_template).encode(), digest_size=8).hexdigest(),
         "stop_token_ids": list(speaker.params.stop_token_ids),
         "prompts": rows.source.name,

@@ -13,7 +13,7 @@ from accord.errors import ConfigError
 
 if TYPE_CHECKING:
     from accord.data.template import ConversationEncoder
-    from accord.engine.generate import PlainGenerator, SamplingParams
+    from accord.engine.generate import Generator, SamplingParams
 
 MODEL_KEYS = ("model.dtype", "model.revision", "model.chat_template", "model.trust_remote_code", "run.seed")
 
@@ -53,7 +53,7 @@ class Speaker:
     path: str  # what that stands for
     module: Any
     encoder: ConversationEncoder
-    generator: PlainGenerator
+    generator: Generator
     params: SamplingParams
 
     @property
@@ -73,7 +73,7 @@ def load_speaker(model: str, config: Config) -> Speaker:
     Raises ConfigError when there is no such model, or it is a reward model.
     """
     from accord.data.template import ConversationEncoder
-    from accord.engine.generate import PlainGenerator, SamplingParams
+    from accord.engine.generate import SamplingParams, make_generator
     from accord.models.load import load_causal
 
     loaded = load_causal(config.model, seed=config.run.seed, trainable=False, path=model)
@@ -81,7 +81,8 @@ def load_speaker(model: str, config: Config) -> Speaker:
     own: Any = getattr(getattr(loaded.module, "generation_config", None), "eos_token_id", None)
     stop = dict.fromkeys([*encoder.stop_token_ids, *(own if isinstance(own, list) else [] if own is None else [own])])
     params = SamplingParams.from_settings(config.generate, stop)
-    return Speaker(model, loaded.path, loaded.module, encoder, PlainGenerator(loaded.module, loaded.tokenizer), params)
+    generator = make_generator(loaded.module, loaded.tokenizer, config.engine)
+    return Speaker(model, loaded.path, loaded.module, encoder, generator, params)
 
 
 def sampling_seed(config: Config) -> int:

@@ -11,6 +11,7 @@ from accord.config.sections import (
     Checkpoint,
     Critic,
     Data,
+    Engine,
     Eval,
     Export,
     FromScratch,
@@ -34,7 +35,7 @@ from accord.config.sections import (
 from accord.errors import ConfigError
 
 __all__ = [
-    "DPO", "KL", "PPO", "SFT", "STAGES", "Checkpoint", "Config", "ConfigError", "Critic", "Data", "Eval", "Export", "FromScratch",
+    "DPO", "KL", "PPO", "SFT", "STAGES", "Checkpoint", "Config", "ConfigError", "Critic", "Data", "Engine", "Eval", "Export", "FromScratch",
     "FunctionReward", "Generate", "Lora", "Model", "ModelReward", "Pipeline", "Reference", "Reward", "RewardModel", "RewardSource",
     "Run", "Section", "Source", "StageName", "Track", "Train", "build", "dump_yaml", "load_config", "preset_names",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from accord.config.sections import (
     Checkpoint,
     Critic,
     Data,
+    Engine,
     Eval,
     Export,
     Generate,
@@ -92,6 +93,7 @@ class Config(Section):
     dpo: DPO = Field(default=DPO(), description="Direct preference optimisation.")
     ppo: PPO = Field(default=PPO(), description="Proximal policy optimisation.")
     generate: Generate = Field(default=Generate(), description="How answers are sampled.")
+    engine: Engine = Field(default=Engine(), description="How it is computed: the Hybrid Engine.")
     pipeline: Pipeline = Field(default=Pipeline(), description="What `accord run` does.")
     stages: dict[StageName, dict[str, Any]] = Field(
         default={},

@@ -129,6 +129,28 @@ def centring_is_for_pairs(config: Config) -> Iterator[Refusal]:
 
 
 @rule
+def one_process_shards_nothing(config: Config) -> Iterator[Refusal]:
+    engine = config.engine
+    several = "is for training on several processes, which Accord does not do yet"
+    if engine.inference_tp_size > 1:
+        yield Refusal(("engine", "inference_tp_size"), f"{engine.inference_tp_size} {several}. Set it to 1.")
+    if not engine.pin_parameters:
+        yield Refusal(("engine", "pin_parameters"), f"false {several}: the weights are whole. Leave it true.")
+    if engine.tp_gather_partition_size != 8:
+        yield Refusal(("engine", "tp_gather_partition_size"), f"{engine.tp_gather_partition_size} {several}. Leave it out.")
+
+
+@rule
+def what_is_off_has_no_settings(config: Config) -> Iterator[Refusal]:
+    engine = config.engine
+    if engine.enabled:
+        return
+    for key in ("max_slots", "max_out_tokens", "release_inference_cache", "enable_cuda_graph"):
+        if getattr(engine, key) != type(engine).model_fields[key].default:
+            yield Refusal(("engine", key), "does nothing with engine.enabled=false. Leave it out, or set engine.enabled=true.")
+
+
+@rule
 def a_mini_batch_is_not_empty(config: Config) -> Iterator[Refusal]:
     responses = config.train.batch_size * config.ppo.samples_per_prompt
     if config.stage in (None, "ppo") and config.ppo.mini_batches > responses:

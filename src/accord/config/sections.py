@@ -376,6 +376,12 @@ class PPO(Section):
         default=0.0, description="Weight of the SFT loss on ppo.ptx_data in each step (InstructGPT: 27.8)."
     )
     ptx_data: Sources = Field(default=None, description="Demonstrations or plain text for the PTX mix, like data.train.")
+    old_logprobs: Literal["recompute", "sampler"] = Field(
+        default="recompute",
+        description="recompute: π_old is the trainer's own. sampler: each token also counts by min(π_old / π_sampler, ppo.is_clip), which "
+        "corrects for a sampler that computes otherwise (engine.dtype).",
+    )
+    is_clip: Positive = Field(default=2.0, description="Highest importance weight with ppo.old_logprobs=sampler.")
     aggregation: Literal["token"] = Field(
         default="token", description="The loss is the mean over all response tokens of the step."
     )
@@ -400,6 +406,34 @@ class Generate(Section):
     )
     stop: Annotated[tuple[Text, ...], Strict(False)] = Field(default=(), description="Strings that end an answer.")
     seed: Natural | None = Field(default=None, description="Seed of the sampling; null: run.seed.")
+
+
+class Engine(Section):
+    """The Hybrid Engine: how a model is sampled, in PPO beside the training of the same weights and by generate, chat and evaluate."""
+
+    enabled: bool = Field(
+        default=True,
+        description="false: the model's own forward generates, for comparison; slower, the same answers up to rounding.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="What it computes in. auto: what the trainer computes in (train.precision), elsewhere the weights' own type. "
+        "Another type than the weights' takes a copy of them, renewed after every step.",
+    )
+    max_slots: Literal["auto"] | Count = Field(
+        default="auto", description="Answers under way at once; auto: as many as fit a cache of 2 GiB, at most 256."
+    )
+    max_out_tokens: Count | None = Field(
+        default=None,
+        description="Most tokens of prompt and answer together; null: the model's context. The cache grows as needed.",
+    )
+    release_inference_cache: bool = Field(
+        default=False, description="Give cache and copied weights back before training; they are made anew for every batch."
+    )
+    inference_tp_size: Count = Field(default=1, description="Processes that share one copy of the weights while sampling.")
+    pin_parameters: bool = Field(default=True, description="Sharded training: keep the gathered weights while sampling.")
+    tp_gather_partition_size: Count = Field(default=8, description="Sharded training: layers gathered at a time.")
+    enable_cuda_graph: bool = Field(default=False, description="Record the decoding step as CUDA graphs.")
 
 
 # ----------------------------------------------------------------------------------------------------------------- pipeline and track

@@ -74,7 +74,8 @@ class Console:
             self._progress = None
 
     def _numbers(self, metrics: Mapping[str, Any]) -> str:
-        return "  ".join(f"{label(name)} {number(metrics[name])}" for name in self.headline if metrics.get(name) is not None)
+        parts = [f"{label(name)} {number(metrics[name])}" for name in self.headline if metrics.get(name) is not None]
+        return "  ".join([*parts, split] if (split := time_split(metrics)) else parts)
 
 
 class Eta:
@@ -97,6 +98,18 @@ class Eta:
         if not self.paces or self.step >= total:
             return ""
         return f"{duration((total - self.step) * sum(self.paces) / len(self.paces))} left"
+
+
+def time_split(metrics: Mapping[str, Any]) -> str:
+    """Where an iteration's time went: `12.3 s: generate 41 %, score 5 %, …, 2.6 samples/s (2.5 on average)`. "" for stages of one part."""
+    step = metrics.get("time/step")
+    parts = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+    if not step or "generate" not in parts:
+        return ""
+    shares = [f"{name} {value / step:.0%}" for name, value in parts.items() if name != "step" and value >= 0.005 * step]
+    pace = [metrics.get("throughput/samples_per_s"), metrics.get("throughput/samples_per_s_average")]
+    tail = [f"{number(pace[0])} samples/s ({number(pace[1])} on average)"] if None not in pace else []
+    return f"{number(step)} s: " + ", ".join(shares + tail)
 
 
 def label(name: str) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,8 @@ from accord.data.dataset import Example, load_examples
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack, pack_trees
 from accord.data.records import Prompt
-from accord.engine.generate import PlainGenerator, SamplingParams, before_stop
+from accord.engine.generate import SamplingParams, before_stop
+from accord.engine.hybrid import HybridEngine
 from accord.engine.trained import TrainedModel, count_targets, prefixed, unprefixed
 from accord.errors import ConfigError
 from accord.models.load import load_causal
@@ -40,7 +40,6 @@ from accord.trainers.ppo_models import (
     count_parameters,
     load_critic,
     reward_sources,
-    sampling,
 )
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class PPOTrainer:
         self.policy = TrainedModel(policy, config.train, total_steps=(self.total_steps - warmup) * updates)
         self.critic = TrainedModel(critic, config.train, total_steps=self.total_steps * updates, lr=config.critic.lr, ema=False)
         self.reference = Reference(config, self.policy)
-        self.generator = PlainGenerator(self.policy.module, self.policy.tokenizer)
+        self.engine = HybridEngine(self.policy, config.engine)
         self.params = SamplingParams.from_settings(config.generate, self.encoder.stop_token_ids)
         if self.params.truncates:
             log.warning(
@@ -110,30 +109,23 @@ class PPOTrainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One PPO iteration: sample, score, estimate advantages, improve actor and critic (ALGORITHMS §4)."""
-        began = time.perf_counter()
         self.experiences = step - 1
         prompts = [self.examples.train[i] for i in self.order.batch(step)]
         experience = self.make_experience(prompts)
         stats = self.update(experience)
-        metrics = experience.metrics | stats
-        seconds = time.perf_counter() - began
-        named = sum(value for name, value in metrics.items() if name.startswith("time/"))
-        metrics |= {"time/other": max(0.0, seconds - named), "time/step": seconds}
-        metrics |= {
-            "throughput/tokens_per_s": metrics["train/tokens"] / seconds,
-            "throughput/samples_per_s": len(experience) / seconds,
-        }
+        metrics = experience.metrics | stats | self.engine.times.close(len(experience))
+        metrics["throughput/tokens_per_s"] = metrics["train/tokens"] / metrics["time/step"]
         return metrics
 
     def make_experience(self, prompts: Sequence[Example | Prompt]) -> Experience:
         """Answer the prompts, score the answers, and work out what each token was worth."""
         self.experiences += 1
-        settings, timer = self.settings, Timer()
-        with timer("time/generate"):
-            rollouts = self.sample(prompts, settings.samples_per_prompt, self._seeds(self.experiences))
-        with timer("time/score"):
+        settings, times = self.settings, self.engine.times
+        times.start()
+        rollouts = self.sample(prompts, settings.samples_per_prompt, self._seeds(self.experiences))
+        with times("score"):
             board = combine(self.sources, rollouts.samples)
-        with timer("time/logprob"):
+        with times("logprob"):
             old, entropy = self._read_policy(rollouts)
             ref = rollouts.read(
                 self.config.train.max_tokens, lambda pack: self.reference.token_logprobs(pack, self.params.temperature)
@@ -152,7 +144,10 @@ class PPOTrainer:
 
         k1 = rollouts.sum_by_response(old - ref)
         mean_difference, largest_difference = self._compare_with_sampler(rollouts, old)
-        metrics = score_metrics(board) | rollouts.metrics() | timer.seconds
+        importance = None
+        if settings.old_logprobs == "sampler":
+            importance = (old - rollouts.sampler_logprobs).exp().clamp(max=settings.is_clip)
+        metrics = score_metrics(board) | rollouts.metrics()
         metrics |= {
             "ppo/kl": float(k1.mean()),
             "ppo/kl_per_token": float((old - ref).double().mean()),
@@ -162,15 +157,15 @@ class PPOTrainer:
             "ppo/explained_variance": explained_variance(values, returns),
             "ppo/sampler_logp_diff_mean": mean_difference,
             "ppo/sampler_logp_diff_max": largest_difference,
-            "throughput/generate_tflops": self._tflops(
-                2 * count_parameters(self.policy), rollouts, timer.seconds["time/generate"]
-            ),
+            "throughput/generate_tflops": self._tflops(2 * count_parameters(self.policy), rollouts, times.seconds["generate"]),
         }
+        if importance is not None:
+            metrics["ppo/importance_weight"] = float(importance.double().mean())
         if any(isinstance(source, FunctionReward) and source.fallback is not None for source in self.sources):
             metrics["ppo/reward_fallbacks"] = float(board.failures)
         self.samples = self._show(rollouts, board.total, k1.tolist())
         return Experience(
-            self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], metrics
+            self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], importance, metrics
         )  # fmt: skip
 
     def update(self, experience: Experience) -> dict[str, float]:
@@ -210,13 +205,12 @@ class PPOTrainer:
         coef = self.kl_controller.coef
         self.kl_controller.update(experience.kl, episodes=len(experience))
         seconds = time.perf_counter() - began
+        self.engine.times.add("train", seconds)
         trained = count_parameters(self.policy) * self.acting(experience) + count_parameters(self.critic)
         return averages.means() | counts | {
             "ppo/kl_coef": coef,
             "train/lr": self.policy.lr(self.policy.schedule_step) if self.policy.schedule_step else 0.0,
             "train/skipped": float(self.critic.skipped),
-            "time/train": seconds,
-            "time/gather": 0.0,  # one process: there is nothing to gather
             "throughput/train_tflops": 6 * trained * counts["train/tokens"] / max(seconds, 1e-9) / 1e12,
         }  # fmt: skip
 
@@ -232,6 +226,8 @@ class PPOTrainer:
         gradient = torch.enable_grad() if self.acting(experience) else torch.no_grad()
         for pack, rows in packs:
             weights = torch.full((len(rows),), 1 / tokens, device=self.policy.device)
+            if experience.importance is not None:
+                weights = weights * experience.importance[rows].to(self.policy.device)
             old, ref, advantages = (x[rows].to(self.policy.device) for x in (experience.old_logprobs, experience.ref_logprobs, experience.advantages))  # fmt: skip
             with gradient:
                 out = self.policy.token_logprobs(pack, temperature=self.params.temperature, entropy=settings.entropy_coef > 0)
@@ -291,7 +287,7 @@ class PPOTrainer:
         if self._spoilt or not all(map(finite_gradients, models)):
             for model in models:
                 model.backward(torch.tensor(math.nan))
-        steps = [model.step() for model in models]
+        steps = [self.engine.step(), self.critic.step()] if len(models) == 2 else [self.critic.step()]
         if steps[-1].skipped:
             return {}
         norm = steps[0].grad_norm if len(steps) == 2 else 0.0
@@ -303,8 +299,7 @@ class PPOTrainer:
         """`count` answers to each prompt. An answer depends on its prompt and on its place in the batch, not on its neighbours."""
         asked = [self._ask(prompt) for prompt in prompts for _ in range(count)]
         words = seeds.generate_state(len(asked), np.uint64).tolist()
-        with sampling(self.policy):
-            answers = self.generator.generate([ids for _, ids in asked], self.params, seeds=words)
+        answers = self.engine.generate([ids for _, ids in asked], self.params, seeds=words)
         samples = [
             Sample(
                 prompt,
@@ -354,7 +349,8 @@ class PPOTrainer:
     def _compare_with_sampler(self, rollouts: Rollouts, old: Tensor) -> tuple[float, float]:
         """(mean, max) of |log π_trainer - log π_sampler| over all tokens; told when it is more than rounding."""
         mean, largest = spread(old - rollouts.sampler_logprobs)
-        if largest > LOGPROB_TOLERANCE[self.config.train.precision]:
+        same = self.engine.generator.dtype in (None, torch.float32) and self.config.train.precision == "float32"
+        if largest > LOGPROB_TOLERANCE["float32" if same else "bf16"]:
             log.warning("Sampler and trainer differ by up to %.3g in a token's log-probability (mean %.3g).", largest, mean)
         return mean, largest
 
@@ -446,19 +442,6 @@ class PPOTrainer:
         check_budget(examples, config.train.max_tokens, config.data.max_length)
         rows = math.ceil(config.train.batch_size * settings.samples_per_prompt / settings.mini_batches)
         return examples.train, BatchOrder(len(examples.train), min(rows, len(examples.train)), config.run.seed)
-
-
-class Timer:
-    """Seconds by name: `with timer("time/score"): …`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def finite_gradients(model: TrainedModel) -> bool:

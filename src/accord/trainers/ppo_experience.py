@@ -96,6 +96,7 @@ class Experience:
     advantages: Tensor  # [N] A_t, whitened if that is on
     returns: Tensor  # [N] R̂_t, before whitening
     kl: float  # mean over responses of Σ_t k1
+    importance: Tensor | None = None  # [N] min(π_old / π_sampler, is_clip), with ppo.old_logprobs=sampler
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:

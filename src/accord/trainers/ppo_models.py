@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from accord.data.packing import Pack
 from accord.data.template import ConversationEncoder
@@ -132,16 +128,6 @@ def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, crit
             )
     if needed > config.train.max_tokens:
         raise ConfigError(f"{said}, but train.max_tokens is {config.train.max_tokens:,}. Raise it to {needed:,}.")
-
-
-@contextmanager
-def sampling(policy: PackedModel) -> Iterator[None]:
-    """Sample in the dtype that the trainer computes in: otherwise two different distributions are compared."""
-    if policy.compute_dtype is None:
-        yield
-        return
-    with torch.autocast(policy.device.type, policy.compute_dtype):
-        yield
 
 
 def count_parameters(model: PackedModel) -> int:

@@ -70,6 +70,6 @@ def prompt_attention(
     softcap: float | None,
 ) -> Tensor:
     """[T, heads, d]: each prompt sees itself."""
-    rows = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out, _ = segment_attention(None, *rows, None, layout, scaling=scaling, sliding_window=window, softcap=softcap)  # type: ignore[arg-type]
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out, _ = segment_attention(None, q, k, v, None, layout, scaling=scaling, sliding_window=window, softcap=softcap)  # type: ignore[arg-type]
     return out[0]

@@ -6,7 +6,7 @@ A step takes T tokens in one row: first one token of every sequence under way (d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from accord.engine.generate.projection import Placement, Projection, can_pack, i
 from accord.engine.generate.spec import DecoderSpec, LayerSpec, Norm, NoSpecError
 from accord.models.packed import SegmentLayout
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
@@ -53,7 +53,9 @@ class Decoder:
     they are copied only where the type differs. `refresh()` renews copies, `release()` frees them.
     """
 
-    def __init__(self, spec: DecoderSpec, module: nn.Module, dtype: torch.dtype | None = None, placement: Placement | None = None) -> None:
+    def __init__(
+        self, spec: DecoderSpec, module: nn.Module, dtype: torch.dtype | None = None, placement: Placement | None = None
+    ) -> None:
         """Raises NoSpecError for parts that it can't apply."""
         self.spec, self.module = spec, module
         weight: Tensor = spec.embed.weight  # type: ignore[assignment]
@@ -80,7 +82,8 @@ class Decoder:
     @property
     def vocabulary(self) -> int:
         """Entries of a row of logits."""
-        return int(_base(self.spec.head).weight.shape[0])
+        head: Tensor = _base(self.spec.head).weight
+        return len(head)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +119,11 @@ class Decoder:
         self.fresh = False
 
     def _versions(self) -> list[tuple[int, int]]:
-        switches = [(id(part), int(part._disable_adapters)) for part in self.module.modules() if hasattr(part, "_disable_adapters")]
+        switches = [
+            (id(part), int(bool(getattr(part, "_disable_adapters"))))  # noqa: B009
+            for part in self.module.modules()
+            if hasattr(part, "_disable_adapters")
+        ]
         return [(p.data_ptr(), p._version) for p in self.module.parameters()] + switches
 
     def _projections(self) -> Iterator[Projection]:
@@ -233,7 +240,13 @@ class _Layer:
         return self._mlp(h, h)
 
     def _attend(
-        self, number: int, x: Tensor, step: Step, cache: KeyValueCache, attention: DecodeAttention, rotation: tuple[Tensor, Tensor] | None
+        self,
+        number: int,
+        x: Tensor,
+        step: Step,
+        cache: KeyValueCache,
+        attention: DecodeAttention,
+        rotation: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """[T, heads · d]: keys and values of all tokens go to the cache; each token sees its own sequence."""
         spec, n = self.spec, step.decoding

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,13 +14,16 @@ from torch import nn
 from accord.engine.generate.decoder import Decoder, Step
 from accord.engine.generate.kv_cache import KeyValueCache
 from accord.engine.generate.plain import PlainGenerator, inference_mode
-from accord.engine.generate.sampling import row_seeds
+from accord.engine.generate.requests import check_lengths, params_of_each, seeds_of_each
 from accord.engine.generate.scheduler import Request, Scheduler
 from accord.engine.generate.spec import DecoderSpec, NoSpecError, decoder_spec
-from accord.engine.generate.types import OnToken, Rollout, SamplingParams
-from accord.errors import ConfigError, DataError
+from accord.engine.generate.types import Generator, OnToken, Rollout, SamplingParams
+from accord.errors import ConfigError
 from accord.models.heads import context_length, unwrap
 from accord.models.packed import SegmentLayout
+
+if TYPE_CHECKING:
+    from accord.config.sections import Engine
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class DecoderGenerator:
         weight = next(module.parameters())
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or weight.dtype
         self.max_slots, self.max_tokens, self.release_cache = max_slots, max_tokens, release_cache
-        self.plain = PlainGenerator(module, tokenizer, max_slots)
+        self.plain = PlainGenerator(module, tokenizer, max_slots, self.dtype)
         self.decoder: Decoder | None = None
         self.reason = ""
         try:
@@ -63,9 +66,7 @@ class DecoderGenerator:
             self._check_decoder(spec)
         except NoSpecError as error:
             self.decoder, self.reason = None, str(error)
-            log.warning(
-                "%s is sampled by its own forward, which is slower: %s.", type(unwrap(module)).__name__, error
-            )
+            log.warning("%s is sampled by its own forward, which is slower: %s.", type(unwrap(module)).__name__, error)
 
     @property
     def context_length(self) -> int | None:
@@ -85,24 +86,21 @@ class DecoderGenerator:
 
         Raises DataError for an empty prompt, ConfigError when prompt + answer is beyond the model's context, OutOfMemoryError.
         """
-        every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(every) != len(prompts):
-            raise ValueError(f"{len(every)} sampling parameters for {len(prompts)} prompts")
-        self._check_lengths(prompts, every)
-        if not prompts:
-            return []
-        numbers = self._seeds(every, seeds)
-        if self.decoder is None:
-            return self._generate_plainly(prompts, every, numbers, on_token)
+        every = params_of_each(params, len(prompts))
+        check_lengths(prompts, every, context_length(self.module), self.max_tokens)
+        if self.decoder is None or not prompts:
+            return self.plain.generate(prompts, every, seeds=seeds, on_token=on_token)
+        numbers = seeds_of_each(every, seeds).tolist()
         requests = [
-            Request(i, tuple(prompt), p, seed, on_token) for i, (prompt, p, seed) in enumerate(zip(prompts, every, numbers, strict=True))
+            Request(i, tuple(prompt), p, seed, on_token)
+            for i, (prompt, p, seed) in enumerate(zip(prompts, every, numbers, strict=True))
         ]
         # Longest first: what is started last is short, and leaves few slots idle at the end. The order of equals stays.
         requests.sort(key=lambda request: -(len(request.prompt) + request.params.max_new_tokens))
         rollouts: list[Rollout | None] = [None] * len(prompts)
         try:
+            self.prepare()
             with torch.inference_mode(), torch.autocast(self.cache.device.type, enabled=False), _evaluation(self.module):
-                self.decoder.refresh_if_changed()
                 scheduler = Scheduler(self.decoder, self.cache, self.tokenizer, self._slots(requests))
                 for request in requests:
                     scheduler.add(request)
@@ -113,6 +111,12 @@ class DecoderGenerator:
             if self.release_cache:
                 self.release()
         return [rollout for rollout in rollouts if rollout is not None]
+
+    def prepare(self) -> None:
+        """Renew the copies of weights that have changed. `generate` does it too; here its time can be taken apart."""
+        if self.decoder is not None:
+            with torch.inference_mode(), torch.autocast(self.cache.device.type, enabled=False):
+                self.decoder.refresh_if_changed()
 
     def refresh(self) -> None:
         """Take the weights as they are now. Only needed after a change that leaves no trace (through `.data`)."""
@@ -132,29 +136,6 @@ class DecoderGenerator:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _seeds(self, params: Sequence[SamplingParams], seeds: Sequence[int] | None) -> list[int]:
-        if seeds is None:
-            first = params[0].seed
-            seed = first if first is not None else int(torch.randint(2**62, ()).item())
-            return [int(s) for s in row_seeds(seed, len(params))]
-        if len(seeds) != len(params):
-            raise ValueError(f"{len(seeds)} seeds for {len(params)} prompts")
-        return [int(s) for s in seeds]
-
-    def _check_lengths(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
-        limit = self.context_length
-        for number, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            if not len(prompt):
-                raise DataError(f"prompt {number} is empty: there is no token to continue from.")
-            needed = len(prompt) + p.max_new_tokens
-            if limit is not None and needed > limit:
-                has = f"engine.max_out_tokens is {limit:,}" if limit == self.max_tokens else f"the model has {limit:,}"
-                raise ConfigError(
-                    f"a prompt of {len(prompt):,} tokens with generate.max_new_tokens={p.max_new_tokens:,} needs "
-                    f"{needed:,} tokens of context but {has}. "
-                    + (f"Lower generate.max_new_tokens to {limit - len(prompt):,}." if len(prompt) < limit else "Shorten the prompt.")
-                )
-
     def _slots(self, requests: Sequence[Request]) -> int:
         assert self.decoder is not None
         if self.max_slots is not None:
@@ -162,23 +143,6 @@ class DecoderGenerator:
         longest = max(len(request.prompt) + request.params.max_new_tokens for request in requests)
         fitting = _CACHE_BYTES // max(1, self.decoder.spec.cache_bytes(1, longest, self.dtype))
         return int(min(max(1, fitting), _MOST_SLOTS, len(requests)))
-
-    def _generate_plainly(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int], on_token: OnToken | None
-    ) -> list[Rollout]:
-        groups: dict[SamplingParams, list[int]] = {}
-        for i, p in enumerate(params):
-            groups.setdefault(p, []).append(i)
-        rollouts: list[Rollout | None] = [None] * len(prompts)
-        weight = next(self.module.parameters())
-        casting = nullcontext() if self.dtype == weight.dtype else torch.autocast(weight.device.type, self.dtype)
-        for p, members in groups.items():
-            tell = None if on_token is None else lambda row, token, members=members: on_token(members[row], token)
-            with casting:
-                answers = self.plain.generate([prompts[i] for i in members], p, seeds=[seeds[i] for i in members], on_token=tell)
-            for i, answer in zip(members, answers, strict=True):
-                rollouts[i] = answer
-        return [rollout for rollout in rollouts if rollout is not None]
 
     def _check_decoder(self, spec: DecoderSpec) -> None:
         """Computes a short sequence both ways. A family's name is no proof that the spec fits this very model. Raises NoSpecError."""
@@ -189,7 +153,11 @@ class DecoderGenerator:
         ids = torch.from_numpy(np.arange(7, 7 + 11 * (count + 1), 11) % vocabulary).to(self.cache.device)
         device, probe = self.cache.device, KeyValueCache(spec, self.dtype, self.cache.device)
         probe.reserve(1, count + 1)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), inference_mode(self.module, unwrap(self.module).config.get_text_config()):
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            inference_mode(self.module, unwrap(self.module).config.get_text_config()),
+        ):
             self.decoder.refresh()
             wanted = self.module(input_ids=ids[None], use_cache=False).logits[0, -2:].float()
             positions, zeros = torch.arange(count, device=device), torch.zeros(count, dtype=torch.int64, device=device)
@@ -202,16 +170,33 @@ class DecoderGenerator:
             raise NoSpecError(f"the decoder's logits differ from the model's own by {difference:.2g} of the largest")
 
 
-class _evaluation:
+@contextmanager
+def _evaluation(module: nn.Module) -> Iterator[None]:
     """No dropout in modules that are applied as they are; the training mode is as before afterwards."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.parts = [part for part in module.modules() if part.training]
-        self.module = module
-
-    def __enter__(self) -> None:
-        self.module.eval()
-
-    def __exit__(self, *exception: object) -> None:
-        for part in self.parts:
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
             part.training = True
+
+
+def make_generator(module: nn.Module, tokenizer: Any, engine: Engine, dtype: torch.dtype | None = None) -> Generator:
+    """The generator that the `engine` section asks for. `dtype`: what auto means, by default the module's own type.
+
+    Raises ConfigError for what this device can't do.
+    """
+    chosen = dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
+    if engine.enable_cuda_graph:
+        raise ConfigError("engine.enable_cuda_graph=true: CUDA graphs need a GPU, and this model is on the CPU. Set it to false.")
+    if not engine.enabled:
+        return PlainGenerator(module, tokenizer, dtype=chosen)
+    return DecoderGenerator(
+        module,
+        tokenizer,
+        dtype=chosen,
+        max_slots=None if engine.max_slots == "auto" else engine.max_slots,
+        max_tokens=engine.max_out_tokens,
+        release_cache=engine.release_inference_cache,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from accord.engine.generate.plain_cache import SlotCache, empty_slots, join, supports_slots
-from accord.engine.generate.sampling import RowSampling, choose, row_seeds, uniforms
+from accord.engine.generate.requests import check_lengths, params_of_each, seeds_of_each
+from accord.engine.generate.sampling import RowSampling, choose, uniforms
 from accord.engine.generate.types import OnToken, Rollout, SamplingParams
-from accord.errors import ConfigError, DataError
 from accord.models.heads import context_length
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one forward
@@ -35,13 +35,15 @@ class PlainGenerator:
     """A `Generator` that decodes with `module.forward` and reads the very tensors that are being trained.
 
     `max_batch`: rows computed together; None chooses as many as fit a cache of 2 GiB, at most 512.
+    `dtype`: computed in under autocast, where it is not the weights' own.
     The module is put in evaluation mode while it generates and is given back as it was.
     """
 
-    def __init__(self, module: nn.Module, tokenizer: Any, max_batch: int | None = None) -> None:
+    def __init__(self, module: nn.Module, tokenizer: Any, max_batch: int | None = None, dtype: torch.dtype | None = None) -> None:
         self.module = module
         self.tokenizer = tokenizer
         self.max_batch = max_batch
+        self.dtype = dtype
         base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
         self._config = base.config.get_text_config()
         accepted = inspect.signature(base.forward).parameters
@@ -58,54 +60,51 @@ class PlainGenerator:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         *,
         seeds: Sequence[int] | None = None,
         on_token: OnToken | None = None,
     ) -> list[Rollout]:
-        """Answers every prompt, in order.
+        """Answers every prompt, in order; `params` for all, or one a prompt.
 
         Raises DataError for an empty prompt, ConfigError when prompt + `max_new_tokens` is beyond the model's context.
         """
-        self._check(prompts, params)
-        if not prompts:
-            return []
-        if seeds is not None:
-            row_seed = np.asarray([seed % 2**64 for seed in seeds], dtype=np.uint64)
-            if len(row_seed) != len(prompts):
-                raise ValueError(f"{len(row_seed)} seeds for {len(prompts)} prompts")
-        else:
-            seed = params.seed if params.seed is not None else int(torch.randint(2**62, ()).item())
-            row_seed = row_seeds(seed, len(prompts))
-
+        every = params_of_each(params, len(prompts))
+        check_lengths(prompts, every, self.context_length)
+        row_seed = seeds_of_each(every, seeds)
+        alike: dict[SamplingParams, list[int]] = {}
+        for i, p in enumerate(every):
+            alike.setdefault(p, []).append(i)
         rollouts: list[Rollout | None] = [None] * len(prompts)
-        with torch.no_grad(), inference_mode(self.module, self._config):
-            for numbers in self._batches(prompts, params):
-                batch = _Batch(self, [prompts[i] for i in numbers], numbers, params, row_seed[numbers], on_token)
-                for number, rollout in zip(numbers, batch.run(), strict=True):
-                    rollouts[number] = rollout
+        with torch.no_grad(), inference_mode(self.module, self._config), self._casting():
+            for p, rows in alike.items():
+                for numbers in self._batches(prompts, np.asarray(rows), p):
+                    batch = _Batch(self, [prompts[i] for i in numbers], numbers, p, row_seed[numbers], on_token)
+                    for number, rollout in zip(numbers, batch.run(), strict=True):
+                        rollouts[number] = rollout
         return [rollout for rollout in rollouts if rollout is not None]
 
-    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        for number, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise DataError(f"prompt {number} is empty: there is no token to continue from.")
-        limit, longest = self.context_length, max((len(prompt) for prompt in prompts), default=0)
-        if limit is not None and longest + params.max_new_tokens > limit:
-            raise ConfigError(
-                f"a prompt of {longest:,} tokens with generate.max_new_tokens={params.max_new_tokens:,} needs "
-                f"{longest + params.max_new_tokens:,} tokens of context but the model has {limit:,}. "
-                + (f"Lower generate.max_new_tokens to {limit - longest:,}." if longest < limit else "Shorten the prompt.")
-            )
+    def prepare(self) -> None:
+        """Nothing: it reads the module itself."""
 
-    def _batches(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Iterator[np.ndarray]:
+    def refresh(self) -> None:
+        """Nothing."""
+
+    def release(self) -> None:
+        """Nothing: its cache lives as long as a batch."""
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        weight = next(self.module.parameters())
+        return nullcontext() if self.dtype in (None, weight.dtype) else torch.autocast(weight.device.type, self.dtype)
+
+    def _batches(self, prompts: Sequence[Sequence[int]], rows: np.ndarray, params: SamplingParams) -> Iterator[np.ndarray]:
         """Numbers of the prompts of each batch: longest first, so that rows of one batch need little padding."""
-        order = np.asarray(sorted(range(len(prompts)), key=lambda i: -len(prompts[i])))
+        order = np.asarray(sorted(rows.tolist(), key=lambda i: -len(prompts[i])))
         start = 0
         while start < len(order):
-            rows = self.max_batch or self._rows_that_fit(len(prompts[order[start]]) + params.max_new_tokens)
-            yield order[start : start + rows]
-            start += rows
+            size = self.max_batch or self._rows_that_fit(len(prompts[order[start]]) + params.max_new_tokens)
+            yield order[start : start + size]
+            start += size
 
     def _rows_that_fit(self, length: int) -> int:
         config = self._config

@@ -36,9 +36,7 @@ class Projection:
         weights, biases = zip(*map(merged_weight, self.modules), strict=True)
         weight = weights[0].to(self.dtype) if len(weights) == 1 else torch.cat([w.to(self.dtype) for w in weights])
         if any(bias is not None for bias in biases):
-            whole = [
-                bias if bias is not None else weight.new_zeros(len(w)) for bias, w in zip(biases, weights, strict=True)
-            ]
+            whole = [bias if bias is not None else weight.new_zeros(len(w)) for bias, w in zip(biases, weights, strict=True)]
             self.bias = torch.cat([bias.to(self.dtype) for bias in whole])
         if self.placement == "packed":
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
@@ -106,4 +104,6 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     except (AttributeError, RuntimeError):  # not built in, or a processor that oneDNN doesn't serve in this type
         return False
     wanted = F.linear(x.double(), weight.double())
-    return torch.allclose(product.double(), wanted, rtol=0.05, atol=0.2) and torch.allclose(both.double(), 2 * wanted, rtol=0.05, atol=0.4)
+    return torch.allclose(product.double(), wanted, rtol=0.05, atol=0.2) and torch.allclose(
+        both.double(), 2 * wanted, rtol=0.05, atol=0.4
+    )

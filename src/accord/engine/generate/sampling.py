@@ -44,7 +44,7 @@ def uniforms(seeds: np.ndarray, steps: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """The sampling parameters of B rows that may differ, each [B, 1]; None where no row uses it."""
+    """The sampling parameters of B rows that may differ, each [B, 1] (or [1, 1] for all); None where no row uses it."""
 
     temperature: Tensor | None  # float32, 1 for greedy rows
     greedy: Tensor | None  # bool; None: no row is greedy
@@ -89,7 +89,7 @@ def truncate(probs: Tensor, rows: RowSampling) -> Tensor:
     """
     vocabulary = probs.shape[-1]
     if rows.top_k is not None:
-        kept = rows.top_k.clamp(max=vocabulary)
+        kept = rows.top_k.clamp(max=vocabulary).expand(len(probs), 1)
         ordered = probs.topk(int(kept.max()), dim=-1).values
         probs = torch.where(probs >= ordered.gather(-1, kept - 1), probs, 0.0)
     if rows.top_p is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -221,7 +222,7 @@ class Scheduler:
         ends = np.cumsum([0, *sizes])
         layout = None
         if sizes:
-            segments = [(int(start), int(end), -1) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+            segments = [(int(start), int(end), -1) for start, end in pairwise(ends)]
             layout = SegmentLayout(segments, positions[n:])
         last = np.concatenate([np.arange(n), n + ends[1:] - 1])
         return Step(

@@ -91,13 +91,33 @@ class Rollout:
 class Generator(Protocol):
     """Takes prompts and gives answers, in the order of the prompts."""
 
+    dtype: Any  # the torch.dtype it computes in; None: the weights' own
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         *,
         seeds: Sequence[int] | None = None,
         on_token: OnToken | None = None,
     ) -> list[Rollout]:
-        """`seeds`: one a prompt; the answer is a function of (prompt, seed), whatever its neighbours are."""
+        """`params`: for all prompts, or one each. `seeds`: one a prompt; the answer is a function of (prompt, seed), whatever its
+        neighbours are."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """The most tokens that prompt and answer may have together; None if there is no limit."""
+        ...
+
+    def prepare(self) -> None:
+        """Renew copies of weights that have changed."""
+        ...
+
+    def refresh(self) -> None:
+        """The weights have changed."""
+        ...
+
+    def release(self) -> None:
+        """Give back what is held beside the weights."""
         ...

@@ -49,7 +49,14 @@ class Kernels:
         return function
 
     def decode_attention(
-        self, query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """query [n, heads, d] (rows may stand apart), keys and values [slots, key heads, capacity, d], positions [n] → [n, heads, d]."""
         n, heads, dim = query.shape
@@ -119,7 +126,9 @@ def _library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        log.warning("The generation kernels could not be built (%s): torch's own operations are used, slower.", str(detail).strip()[:300])
+        log.warning(
+            "The generation kernels could not be built (%s): torch's own operations are used, slower.", str(detail).strip()[:300]
+        )
         return None
 
 
@@ -131,11 +140,17 @@ def _compile(compiler: str, path: Path) -> None:
         for dtype in ("FLOAT32", "BFLOAT16"):
             objects.append(f"{work}/{dtype}.o")
             subprocess.run(
-                [compiler, *_FLAGS, f"-D{dtype}", "-c", str(_SOURCE), "-o", objects[-1]], check=True, capture_output=True, text=True, timeout=120
+                [compiler, *_FLAGS, f"-D{dtype}", "-c", str(_SOURCE), "-o", objects[-1]],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=120,
             )
         # Linked without OpenMP: its functions are those of the runtime that torch has loaded. Two runtimes would fight for the cores.
         built = f"{work}/kernels.so"
-        subprocess.run([compiler, "-shared", *objects, "-o", built, "-lm"], check=True, capture_output=True, text=True, timeout=120)
+        subprocess.run(
+            [compiler, "-shared", *objects, "-o", built, "-lm"], check=True, capture_output=True, text=True, timeout=120
+        )
         os.replace(built, path)
 
 

@@ -1,0 +1,108 @@
+"""The Hybrid Engine: one set of weights, trained by one engine and sampled by another, and where the time of an iteration goes.
+
+The idea is DeepSpeed-Chat's (Yao et al. 2023, arXiv:2308.01320, §4): training wants the ordinary module, sampling a lean decoder.
+Here both read the same tensors; copies that the decoder makes for speed are renewed after a step and can be given back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from accord.engine.generate import Rollout, SamplingParams, make_generator
+from accord.engine.trained import StepInfo, TrainedModel
+
+if TYPE_CHECKING:
+    from accord.config.sections import Engine
+
+Part = Literal["gather", "generate", "score", "logprob", "train"]
+PARTS: tuple[Part, ...] = ("gather", "generate", "score", "logprob", "train")
+
+
+class HybridEngine:
+    """A trained model and its sampler.
+
+        engine = HybridEngine(model, config.engine)
+        rollouts = engine.generate(prompts, params)
+        …
+        model.backward(loss)
+        engine.step()
+
+    `generate` switches to evaluation and back by itself; `eval()` and `train()` are there for those who alternate in blocks.
+    """
+
+    def __init__(self, model: TrainedModel, settings: Engine) -> None:
+        self.model = model
+        self.generator = make_generator(model.module, model.tokenizer, settings, model.compute_dtype)
+        self.times = TimeSplit()
+
+    def eval(self) -> None:
+        """To sampling: no dropout."""
+        self.model.module.eval()
+
+    def train(self) -> None:
+        """To training."""
+        self.model.module.train()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        """Answers from the weights as they are now. The time counts as `generate`; renewing copies, as `gather`."""
+        with self.times("gather"):
+            self.generator.prepare()
+        with self.times("generate"):
+            return self.generator.generate(prompts, params, seeds=seeds)
+
+    def step(self) -> StepInfo:
+        """The optimizer's step; the sampler's copies are out of date afterwards."""
+        info = self.model.step()
+        if not info.skipped:
+            self.generator.refresh()
+        return info
+
+
+class TimeSplit:
+    """Seconds of an iteration by part: `with times("score"): …`, then `times.close(samples)`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.began = time.perf_counter()
+        self._samples = self._total = 0.0
+
+    def start(self) -> None:
+        """An iteration begins."""
+        self.seconds, self.began = dict.fromkeys(PARTS, 0.0), time.perf_counter()
+
+    @contextmanager
+    def __call__(self, part: Part) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # what was launched belongs to the part that launched it
+            self.add(part, time.perf_counter() - began)
+
+    def add(self, part: Part, seconds: float) -> None:
+        """Seconds that were measured elsewhere."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    def close(self, samples: int) -> dict[str, float]:
+        """The iteration's metrics: time/<part>, other, step; samples a second now and since the beginning."""
+        step = time.perf_counter() - self.began
+        self._samples, self._total = self._samples + samples, self._total + step
+        metrics = {f"time/{part}": seconds for part, seconds in self.seconds.items()}
+        return metrics | {
+            "time/other": max(0.0, step - sum(self.seconds.values())),
+            "time/step": step,
+            "throughput/samples_per_s": samples / step,
+            "throughput/samples_per_s_average": self._samples / self._total,
+        }
