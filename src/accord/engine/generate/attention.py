@@ -13,9 +13,12 @@ from accord.models.packed import SegmentLayout, segment_attention
 class DecodeAttention:
     """Of one step: n sequences in the slots 0 … n-1, one new token each, whose keys are in the cache already."""
 
-    def __init__(self, longest: int, positions: Tensor, dtype: torch.dtype, native: Kernels | None = None) -> None:
+    def __init__(
+        self, longest: int, positions: Tensor, dtype: torch.dtype, native: Kernels | None = None, masked: bool = False
+    ) -> None:
         """`positions` [n] of the new tokens; a sequence sees its cache up to and including that position."""
         self.longest, self.positions, self.dtype, self.native = longest, positions, dtype, native
+        self.masked = masked
         self._masks: dict[int | None, Tensor | None] = {}
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -27,7 +30,7 @@ class DecodeAttention:
             hidden = column > self.positions[:, None]
             if window is not None:
                 hidden |= column <= self.positions[:, None] - window
-            if bool(hidden.any()):
+            if self.masked or bool(hidden.any()):
                 zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
                 self._masks[window] = zeros.masked_fill_(hidden, float("-inf"))[:, None, None]
             else:

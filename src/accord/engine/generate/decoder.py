@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accord.engine.generate.attention import DecodeAttention, prompt_attention
 from accord.engine.generate.kv_cache import KeyValueCache
 from accord.engine.generate.native import Kernels, kernels
-from accord.engine.generate.projection import Placement, Projection, can_pack, is_projection
+from accord.engine.generate.projection import Placement, Projection, can_pack, is_projection, renewed
 from accord.engine.generate.spec import DecoderSpec, LayerSpec, Norm, NoSpecError
 from accord.models.packed import SegmentLayout
 
@@ -44,6 +44,7 @@ class Step:
     longest: int  # tokens of the longest of these, the new one included
     prompts: SegmentLayout | None  # of the other tokens
     last: Tensor  # [R] tokens whose logits are wanted
+    masked: bool = False  # some slots are shorter than `longest`, for certain: no need to look
 
 
 class Decoder:
@@ -78,6 +79,7 @@ class Decoder:
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._seen: list[tuple[int, int]] = []
         self.fresh = False
+        self.releases = 0  # how often the copies were given back: they have other addresses since
 
     @property
     def vocabulary(self) -> int:
@@ -116,7 +118,7 @@ class Decoder:
         for projection in self._projections():
             projection.release()
         self._tables.clear()
-        self.fresh = False
+        self.fresh, self.releases = False, self.releases + 1
 
     def _versions(self) -> list[tuple[int, int]]:
         switches = [
@@ -146,7 +148,7 @@ class Decoder:
             h = h + F.embedding(step.positions + spec.position_offset, spec.embed_positions.weight)  # type: ignore[arg-type]
         h = h.to(self.dtype)
         rotations = {name: self._rotation(name, step.positions) for name in {layer.rotary for layer in spec.layers} if name}
-        attention = DecodeAttention(step.longest, step.positions[: step.decoding], self.dtype, self.native)
+        attention = DecodeAttention(step.longest, step.positions[: step.decoding], self.dtype, self.native, step.masked)
         for number, layer in enumerate(self.layers):
             h = layer(number, h, step, cache, attention, rotations.get(layer.spec.rotary or ""))
         logits = self.head(self.final_norm(h.index_select(0, step.last))).float()
@@ -181,12 +183,12 @@ class _Norm:
         if self.norm is None:
             return
         module: Any = self.norm.module
-        if self.norm.kind == "layer":
-            self.weight = None if module.weight is None else module.weight.detach().to(self.dtype)
-        else:  # multiplied in float32, then rounded
-            self.weight = module.weight.detach().float() + (1.0 if self.norm.kind == "gemma" else 0.0)
-        bias = getattr(module, "bias", None)
-        self.bias = None if bias is None else bias.detach().to(self.dtype)
+        layer, bias = self.norm.kind == "layer", getattr(module, "bias", None)
+        if module.weight is not None:  # RMS norms multiply in float32 and round once
+            weight = module.weight.detach().to(self.dtype if layer else torch.float32)
+            self.weight = renewed(self.weight, weight + 1.0 if self.norm.kind == "gemma" else weight)
+        if bias is not None:
+            self.bias = renewed(self.bias, bias.detach().to(self.dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.norm is None:

@@ -30,18 +30,18 @@ class Projection:
         self.bias: Tensor | None = None
 
     def refresh(self) -> None:
-        """Copy the weights as they are now."""
+        """Copy the weights as they are now, into the same memory if there is some: what points to it (a CUDA graph) stays right."""
         if self.placement == "shared":
             return
         weights, biases = zip(*map(merged_weight, self.modules), strict=True)
         weight = weights[0].to(self.dtype) if len(weights) == 1 else torch.cat([w.to(self.dtype) for w in weights])
         if any(bias is not None for bias in biases):
             whole = [bias if bias is not None else weight.new_zeros(len(w)) for bias, w in zip(biases, weights, strict=True)]
-            self.bias = torch.cat([bias.to(self.dtype) for bias in whole])
+            self.bias = renewed(self.bias, torch.cat([bias.to(self.dtype) for bias in whole]))
         if self.placement == "packed":
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
         else:
-            self.weight = weight.clone() if weight is weights[0] else weight
+            self.weight = renewed(self.weight, weight)
 
     def release(self) -> None:
         """Free the copies."""
@@ -61,6 +61,11 @@ class Projection:
         if self.placement == "packed":
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
         return self(x).add_(residual)
+
+
+def renewed(old: Tensor | None, new: Tensor) -> Tensor:
+    """The numbers of `new`, in the memory of `old` if there is one; never the training tensor itself."""
+    return new.clone(memory_format=torch.contiguous_format) if old is None else old.copy_(new)
 
 
 def merged_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -96,8 +96,16 @@ class _Slots:
 class Scheduler:
     """Runs requests through a decoder: `add` them at any time, call `step` until nothing is `busy`."""
 
-    def __init__(self, decoder: Decoder, cache: KeyValueCache, tokenizer: Any, max_slots: int) -> None:
-        self.decoder, self.cache, self.tokenizer, self.max_slots = decoder, cache, tokenizer, max_slots
+    def __init__(
+        self,
+        decoder: Decoder,
+        forward: Callable[[Step, KeyValueCache], Tensor],
+        cache: KeyValueCache,
+        tokenizer: Any,
+        max_slots: int,
+    ) -> None:
+        """`forward`: the decoder's own, or one that replays it."""
+        self.decoder, self.forward, self.cache, self.tokenizer, self.max_slots = decoder, forward, cache, tokenizer, max_slots
         self.waiting: deque[Request] = deque()
         self.slots = _Slots()
         self._seen: Tensor | None = None  # [slots, V] bool, only while a sequence has a repetition penalty
@@ -127,7 +135,7 @@ class Scheduler:
         n = len(self.slots)
         if not n:
             return []
-        logits = self.decoder.forward(self._step(plan), self.cache)
+        logits = self.forward(self._step(plan), self.cache)
         for source, slot in plan.twins:
             self.cache.copy(source, slot, plan.lengths[source])
         if plan.twins:
