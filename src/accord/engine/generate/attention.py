@@ -1,4 +1,4 @@
-"""Attention of a decoding step (one query a sequence over its cache) and of prompts (a pack of segments)."""
+"""Attention by torch's own operations: of decoding (one query a sequence over its cache) and of prompts (a pack of segments)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accord.engine.generate.native import Kernels
 from accord.models.packed import SegmentLayout, segment_attention
 
 
 class DecodeAttention:
     """Of one step: n sequences in the slots 0 … n-1, one new token each, whose keys are in the cache already."""
 
-    def __init__(
-        self, longest: int, positions: Tensor, dtype: torch.dtype, native: Kernels | None = None, masked: bool = False
-    ) -> None:
+    def __init__(self, longest: int, positions: Tensor, dtype: torch.dtype, masked: bool = False) -> None:
         """`positions` [n] of the new tokens; a sequence sees its cache up to and including that position."""
-        self.longest, self.positions, self.dtype, self.native = longest, positions, dtype, native
+        self.longest, self.positions, self.dtype = longest, positions, dtype
         self.masked = masked
         self._masks: dict[int | None, Tensor | None] = {}
 
@@ -47,8 +44,6 @@ class DecodeAttention:
         softcap: float | None,
     ) -> Tensor:
         """[n, heads, d]."""
-        if self.native is not None:
-            return self.native.decode_attention(query, keys, values, self.positions, scaling, window, softcap)
         n, heads, d = query.shape
         keys, values = keys[:n, :, : self.longest], values[:n, :, : self.longest]
         # Queries that share a key head stand as rows of one product, so that its keys are read once.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accord.engine.generate.attention import DecodeAttention, prompt_attention
 from accord.engine.generate.kv_cache import KeyValueCache
-from accord.engine.generate.native import Kernels, kernels
+from accord.engine.generate.native import LANES, Kernels, kernels
 from accord.engine.generate.projection import Placement, Projection, can_pack, is_projection, renewed
 from accord.engine.generate.spec import DecoderSpec, LayerSpec, Norm, NoSpecError
 from accord.models.packed import SegmentLayout
@@ -138,6 +138,10 @@ class Decoder:
             yield from layer.norms
         yield self.final_norm
 
+    def cache(self) -> KeyValueCache:
+        """An empty cache in the layout that it reads."""
+        return KeyValueCache(self.spec, self.dtype, self.device, LANES if self.native is not None else None)
+
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, step: Step, cache: KeyValueCache) -> Tensor:
@@ -148,7 +152,7 @@ class Decoder:
             h = h + F.embedding(step.positions + spec.position_offset, spec.embed_positions.weight)  # type: ignore[arg-type]
         h = h.to(self.dtype)
         rotations = {name: self._rotation(name, step.positions) for name in {layer.rotary for layer in spec.layers} if name}
-        attention = DecodeAttention(step.longest, step.positions[: step.decoding], self.dtype, self.native, step.masked)
+        attention = DecodeAttention(step.longest, step.positions[: step.decoding], self.dtype, step.masked)
         for number, layer in enumerate(self.layers):
             h = layer(number, h, step, cache, attention, rotations.get(layer.spec.rotary or ""))
         logits = self.head(self.final_norm(h.index_select(0, step.last))).float()
@@ -256,11 +260,13 @@ class _Layer:
         heads = self._normalised(self.qkv(x))  # [T, heads + 2 key heads, d]
         q, k, v = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
         if self.native is not None:
-            self.native.rotate_and_write(heads, rotation, step.positions, step.slots, keys, values)  # in place: q and k are views
-        else:
-            if rotation is not None:
-                q, k = rotate(q, *rotation), rotate(k, *rotation)
-            cache.write(number, step.slots, step.positions, k, v)
+            self.native.rotate_and_write(heads, rotation, step.positions, step.slots, keys, values)  # in place: q is a view
+            return self.native.attention(
+                q, keys, values, step.positions, step.slots, spec.scaling, spec.window, spec.softcap
+            ).flatten(1)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        cache.write(number, step.slots, step.positions, k, v)
         mixed = []
         if n:
             mixed.append(attention(q[:n], keys, values, spec.scaling, spec.window, spec.softcap))

@@ -13,7 +13,6 @@ from torch import nn
 
 from accord.engine.generate.decoder import Decoder, Step
 from accord.engine.generate.graphs import GraphedDecoder
-from accord.engine.generate.kv_cache import KeyValueCache
 from accord.engine.generate.plain import PlainGenerator, inference_mode
 from accord.engine.generate.requests import check_lengths, params_of_each, seeds_of_each
 from accord.engine.generate.scheduler import Request, Scheduler
@@ -64,7 +63,7 @@ class DecoderGenerator:
         try:
             spec = decoder_spec(module)
             self.decoder = Decoder(spec, module, self.dtype)
-            self.cache = KeyValueCache(spec, self.dtype, weight.device)
+            self.cache = self.decoder.cache()
             self._check_decoder(spec)
             self.forward = GraphedDecoder(self.decoder).forward if graphs else self.decoder.forward
         except NoSpecError as error:
@@ -154,7 +153,7 @@ class DecoderGenerator:
         count = min(max([_PROBE_TOKENS, *(window + 8 for window in windows)]), (spec.context_length or 2**62) - 1)
         vocabulary = self.decoder.vocabulary
         ids = torch.from_numpy(np.arange(7, 7 + 11 * (count + 1), 11) % vocabulary).to(self.cache.device)
-        device, probe = self.cache.device, KeyValueCache(spec, self.dtype, self.cache.device)
+        device, probe = self.cache.device, self.decoder.cache()
         probe.reserve(1, count + 1)
         with (
             torch.no_grad(),

@@ -21,10 +21,12 @@ class KeyValueCache:
     """For every layer keys and values [slots, key-value heads, capacity, head dim].
 
     The active sequences are always in the slots 0 … n-1, so that attention reads slices and copies nothing.
+    `lanes`: so many positions of the keys stand side by side, [slots, key-value heads, capacity / lanes, head dim, lanes], for the compiled
+    kernels; None: plain.
     """
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, device
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, lanes: int | None = None) -> None:
+        self.spec, self.dtype, self.device, self.lanes = spec, dtype, device, lanes
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.slots = self.capacity = 0
@@ -62,8 +64,10 @@ class KeyValueCache:
 
     def _resize(self, slots: int, capacity: int) -> None:
         """Layer by layer, so that the old cache and the new one are never both there whole."""
-        shape = (slots, self.spec.key_value_heads, capacity, self.spec.head_dim)
-        for stores in (self.keys, self.values):
+        values = (slots, self.spec.key_value_heads, capacity, self.spec.head_dim)
+        lanes = self.lanes
+        keys = values if lanes is None else (*values[:2], capacity // lanes, self.spec.head_dim, lanes)
+        for stores, shape in ((self.keys, keys), (self.values, values)):
             while len(stores) < len(self.spec.layers):
                 stores.append(torch.zeros(0, *shape[1:], dtype=self.dtype, device=self.device))
             for i, old in enumerate(stores):
@@ -76,15 +80,15 @@ class KeyValueCache:
         self.slots, self.capacity = slots, capacity
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values [T, key-value heads, head dim] of the tokens at (slots [T], positions [T])."""
+        """keys, values [T, key-value heads, head dim] of the tokens at (slots [T], positions [T]), into a plain cache."""
         self.keys[layer][slots, :, positions] = keys
         self.values[layer][slots, :, positions] = values
 
     def copy(self, source: int, destination: int, tokens: int) -> None:
         """The first `tokens` of one slot, also in another."""
-        for stores in (self.keys, self.values):
+        for stores, width in ((self.keys, self.lanes or 1), (self.values, 1)):
             for store in stores:
-                store[destination, :, :tokens] = store[source, :, :tokens]
+                store[destination, :, : -(-tokens // width)] = store[source, :, : -(-tokens // width)]
 
     def release(self) -> None:
         """Give the memory back to the system."""

@@ -27,6 +27,7 @@ _SOURCE = Path(__file__).with_name("kernels.c")
 # Sums may be taken in any order, but infinities and NaN keep their meaning: masks and faults rely on them.
 _FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC")
 _SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+LANES = 16  # positions side by side in the cache of keys, as kernels.c wants them
 _MOST_DIM = 256
 _MOST_GROUP = 64
 
@@ -37,7 +38,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         suffix = _SUFFIX[dtype]
         p, i, f, c = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-        self._attention = self._function(library, f"decode_attention_{suffix}", p, i, p, p, p, p, i, i, i, i, i, f, f, i, c)
+        self._attention = self._function(library, f"attention_{suffix}", p, i, p, p, p, p, p, i, i, i, i, i, f, f, i, c)
         self._rotate = self._function(library, f"rotate_and_write_{suffix}", p, p, p, p, p, p, p, i, i, i, i, i, i, c)
         self._rms_norm = self._function(library, f"rms_norm_{suffix}", p, p, p, i, i, f, c)
         self._silu_mul = self._function(library, f"silu_mul_{suffix}", p, p, i, i, c)
@@ -48,23 +49,25 @@ class Kernels:
         function.argtypes, function.restype = arguments, None
         return function
 
-    def decode_attention(
+    def attention(
         self,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
+        slots: Tensor,
         scaling: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """query [n, heads, d] (rows may stand apart), keys and values [slots, key heads, capacity, d], positions [n] → [n, heads, d]."""
-        n, heads, dim = query.shape
-        _, key_heads, capacity, _ = keys.shape
-        out = torch.empty(n, heads, dim, dtype=query.dtype)
+        """query [T, heads, d] (rows may stand apart); keys [slots, key heads, capacity / LANES, d, LANES], values [slots, key heads,
+        capacity, d]; positions and slots [T] → [T, heads, d]."""
+        tokens, heads, dim = query.shape
+        _, key_heads, capacity, _ = values.shape
+        out = torch.empty(tokens, heads, dim, dtype=query.dtype)
         self._attention(
-            query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), out.data_ptr(), positions.data_ptr(), n, key_heads,
-            heads // key_heads, capacity, dim, scaling, softcap or 0.0, window or 0, torch.get_num_threads(),
+            query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), out.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+            tokens, key_heads, heads // key_heads, capacity, dim, scaling, softcap or 0.0, window or 0, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -73,7 +76,7 @@ class Kernels:
     ) -> None:
         """qkv [T, heads + 2 key heads, d] contiguous, rotated in place; keys and values go to the cache."""
         tokens, heads, dim = qkv.shape
-        _, key_heads, capacity, _ = keys.shape
+        _, key_heads, capacity, _ = values.shape
         width = 0 if rotation is None else rotation[0].shape[-1]
         cos, sin = (0, 0) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
         self._rotate(
@@ -115,7 +118,7 @@ def _library() -> ctypes.CDLL | None:
         log.info("No C compiler: generation uses torch's own operations, slower.")
         return None
     key = hashlib.blake2b(digest_size=12)
-    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), compiler.encode(), processor.encode()):
+    for part in (*(path.read_bytes() for path in sorted(_SOURCE.parent.glob("*.[ch]"))), " ".join(_FLAGS).encode(), compiler.encode(), processor.encode()):
         key.update(part)
     folder = Path(os.environ.get("ACCORD_CACHE") or Path.home() / ".cache" / "accord") / "native"
     path = folder / f"kernels-{key.hexdigest()}.so"

@@ -30,8 +30,28 @@ typedef float T;
 #define STORE(x) (x)
 #endif
 
-#define TILE 32      /* positions whose scores are held at a time */
+#define LANES 16     /* positions that stand side by side in the cache of keys */
+#define TILE 32      /* positions whose scores are held at a time: two blocks of LANES */
 #define MOST_DIM 256 /* largest head */
+
+/* Vectors of 16 floats, whatever the processor has: the compiler cuts them to its own size. */
+typedef float vector __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+static inline vector load(const T *from) {
+#ifdef BFLOAT16
+    halves half;
+    memcpy(&half, from, sizeof half);
+    words wide = __builtin_convertvector(half, words) << 16;
+    vector value;
+    memcpy(&value, &wide, sizeof value);
+#else
+    vector value;
+    memcpy(&value, from, sizeof value);
+#endif
+    return value;
+}
 
 /* e^x for x <= 0, relative error below 2e-7; 0 below -87. Branch-free, so that loops over it are vectorised. */
 static inline float exp_negative(float x) {
@@ -51,85 +71,133 @@ static inline float exp_negative(float x) {
     return x < -87.0f ? 0.0f : p * scale;
 }
 
-/* One sequence and one key head: `group` queries over positions [first, last], softmax online in tiles (Milakov & Gimelshein 2018). */
-static inline __attribute__((always_inline)) void attend(const T *query, const T *keys, const T *values, T *out, int64_t first,
-                                                         int64_t last, int group, int dim, float scaling, float softcap) {
-    float q[group][dim], acc[group][dim], scores[group][TILE], peak[group], total[group];
-    for (int g = 0; g < group; g++) {
-        for (int i = 0; i < dim; i++) {
-            q[g][i] = LOAD(query[g * dim + i]) * scaling;
-            acc[g][i] = 0.0f;
-        }
-        peak[g] = -INFINITY;
-        total[g] = 0.0f;
-    }
-    for (int64_t start = first; start <= last; start += TILE) {
-        int count = last - start + 1 < TILE ? (int)(last - start + 1) : TILE;
-        for (int t = 0; t < count; t++) {
-            const T *row = keys + (start + t) * dim;
-            for (int g = 0; g < group; g++) {
-                float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-                for (int i = 0; i < dim; i++) sum += q[g][i] * LOAD(row[i]);
-                scores[g][t] = sum;
-            }
-        }
-        for (int g = 0; g < group; g++) {
-            float highest = peak[g];
-            for (int t = 0; t < count; t++) {
-                if (softcap > 0.0f) scores[g][t] = softcap * tanhf(scores[g][t] / softcap);
-                highest = scores[g][t] > highest ? scores[g][t] : highest;
-            }
-            float before = exp_negative(peak[g] - highest), sum = 0.0f;
-            for (int t = count; t < TILE; t++) scores[g][t] = -INFINITY;
-#pragma omp simd reduction(+ : sum)
-            for (int t = 0; t < TILE; t++) {
-                scores[g][t] = exp_negative(scores[g][t] - highest);
-                sum += scores[g][t];
-            }
-            total[g] = total[g] * before + sum;
-            peak[g] = highest;
-#pragma omp simd
-            for (int i = 0; i < dim; i++) acc[g][i] *= before;
-        }
-        for (int t = 0; t < count; t++) {
-            const T *row = values + (start + t) * dim;
-            for (int g = 0; g < group; g++) {
-                float weight = scores[g][t];
-#pragma omp simd
-                for (int i = 0; i < dim; i++) acc[g][i] += weight * LOAD(row[i]);
-            }
-        }
-    }
-    for (int g = 0; g < group; g++)
-        for (int i = 0; i < dim; i++) out[g * dim + i] = STORE(acc[g][i] / total[g]);
-}
+#define JOIN(a, b, c) a##_##b##_##c
+#define ATTEND(group, dim) JOIN(attend, group, dim)
 
-/* Constants let the compiler keep queries and sums in registers: the sizes that models have, and a general case. */
+#define GROUP 1
+#define DIM 64
+#define NAMED 64
+#define DIM_BOUND 64
+#include "attend.h"
+#define GROUP 2
+#define DIM 64
+#define NAMED 64
+#define DIM_BOUND 64
+#include "attend.h"
+#define GROUP 3
+#define DIM 64
+#define NAMED 64
+#define DIM_BOUND 64
+#include "attend.h"
+#define GROUP 4
+#define DIM 64
+#define NAMED 64
+#define DIM_BOUND 64
+#include "attend.h"
+#define GROUP 7
+#define DIM 64
+#define NAMED 64
+#define DIM_BOUND 64
+#include "attend.h"
+#define GROUP 1
+#define DIM 128
+#define NAMED 128
+#define DIM_BOUND 128
+#include "attend.h"
+#define GROUP 2
+#define DIM 128
+#define NAMED 128
+#define DIM_BOUND 128
+#include "attend.h"
+#define GROUP 4
+#define DIM 128
+#define NAMED 128
+#define DIM_BOUND 128
+#include "attend.h"
+#define GROUP 5
+#define DIM 128
+#define NAMED 128
+#define DIM_BOUND 128
+#include "attend.h"
+#define GROUP 7
+#define DIM 128
+#define NAMED 128
+#define DIM_BOUND 128
+#include "attend.h"
+#define GROUP 8
+#define DIM 128
+#define NAMED 128
+#define DIM_BOUND 128
+#include "attend.h"
+#define GROUP 1
+#define DIM 32
+#define NAMED 32
+#define DIM_BOUND 32
+#include "attend.h"
+#define GROUP 2
+#define DIM 32
+#define NAMED 32
+#define DIM_BOUND 32
+#include "attend.h"
+#define GROUP 4
+#define DIM 32
+#define NAMED 32
+#define DIM_BOUND 32
+#include "attend.h"
+#define GROUP 1
+#define DIM 80
+#define NAMED 80
+#define DIM_BOUND 80
+#include "attend.h"
+#define GROUP 1
+#define DIM 256
+#define NAMED 256
+#define DIM_BOUND 256
+#include "attend.h"
+#define GROUP 2
+#define DIM 256
+#define NAMED 256
+#define DIM_BOUND 256
+#include "attend.h"
+#define GROUP 4
+#define DIM 256
+#define NAMED 256
+#define DIM_BOUND 256
+#include "attend.h"
+/* Any other size, one query at a time. */
+#define GROUP 1
+#define DIM dim
+#define NAMED any
+#define DIM_BOUND MOST_DIM
+#include "attend.h"
+
 #define CASE(G, D) \
     if (group == G && dim == D) { \
-        attend(query, keys, values, out, first, last, G, D, scaling, softcap); \
+        attend_##G##_##D(query, keys, values, out, first, last, dim, scaling, softcap); \
         return; \
     }
-static void attend_any(const T *query, const T *keys, const T *values, T *out, int64_t first, int64_t last, int group, int dim,
-                       float scaling, float softcap) {
-    CASE(1, 64) CASE(2, 64) CASE(3, 64) CASE(4, 64) CASE(1, 128) CASE(2, 128) CASE(4, 128) CASE(2, 32) CASE(1, 32) CASE(4, 32)
-    for (int g = 0; g < group; g++)
-        attend(query + g * dim, keys, values, out + g * dim, first, last, 1, dim, scaling, softcap);
+static void attend(const T *query, const T *keys, const T *values, T *out, int64_t first, int64_t last, int group, int dim,
+                   float scaling, float softcap) {
+    CASE(1, 64) CASE(2, 64) CASE(3, 64) CASE(4, 64) CASE(7, 64) CASE(1, 128)
+    CASE(2, 128) CASE(4, 128) CASE(5, 128) CASE(7, 128) CASE(8, 128) CASE(1, 32)
+    CASE(2, 32) CASE(4, 32) CASE(1, 80) CASE(1, 256) CASE(2, 256) CASE(4, 256)
+    for (int g = 0; g < group; g++) attend_1_any(query + g * dim, keys, values, out + g * dim, first, last, dim, scaling, softcap);
 }
 
-/* out [n, key_heads * group, dim]; query the same, its rows `stride` apart; keys, values [slots, key_heads, capacity, dim]. Sequence s
- * sees positions up to positions[s], and no more than `window` of them if that is not 0. */
-void NAME(decode_attention)(const T *query, int64_t stride, const T *keys, const T *values, T *out, const int64_t *positions, int64_t n,
-                            int64_t key_heads, int64_t group, int64_t capacity, int64_t dim, float scaling, float softcap,
-                            int64_t window, int threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+/* Attention of n tokens over the cache, where their own keys and values are already: out [n, key_heads * group, dim]; query the same, its
+ * rows `stride` apart; keys [slots, key_heads, capacity / LANES, dim, LANES], values [slots, key_heads, capacity, dim]. Token i sees its
+ * slot up to positions[i], and no more than `window` positions of it if that is not 0. */
+void NAME(attention)(const T *query, int64_t stride, const T *keys, const T *values, T *out, const int64_t *positions,
+                     const int64_t *slots, int64_t n, int64_t key_heads, int64_t group, int64_t capacity, int64_t dim, float scaling,
+                     float softcap, int64_t window, int threads) {
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
     for (int64_t item = 0; item < n * key_heads; item++) {
-        int64_t row = item / key_heads, head = item % key_heads;
-        int64_t last = positions[row];
+        /* Tokens of one prompt and head stand together: their keys stay in the processor's cache. */
+        int64_t head = item / n, row = item % n;
+        int64_t last = positions[row], cache = (slots[row] * key_heads + head) * capacity * dim;
         int64_t first = window > 0 && last - window + 1 > 0 ? last - window + 1 : 0;
-        attend_any(query + row * stride + head * group * dim, keys + item * capacity * dim, values + item * capacity * dim,
-                   out + item * group * dim, first, last, (int)group, (int)dim, scaling, softcap);
+        attend(query + row * stride + head * group * dim, keys + cache, values + cache,
+                   out + (row * key_heads + head) * group * dim, first, last, (int)group, (int)dim, scaling, softcap);
     }
 }
 
@@ -153,9 +221,10 @@ void NAME(rotate_and_write)(T *qkv, const float *cos, const float *sin, const in
             }
         }
         for (int64_t k = 0; k < key_heads; k++) {
-            int64_t place = ((slots[row] * key_heads + k) * capacity + positions[row]) * dim;
-            memcpy(keys + place, x + (heads + k) * dim, dim * sizeof(T));
-            memcpy(values + place, x + (heads + key_heads + k) * dim, dim * sizeof(T));
+            int64_t head = (slots[row] * key_heads + k) * capacity * dim, position = positions[row];
+            T *column = keys + head + position / LANES * LANES * dim + position % LANES;
+            for (int64_t i = 0; i < dim; i++) column[i * LANES] = x[(heads + k) * dim + i];
+            memcpy(values + head + position * dim, x + (heads + key_heads + k) * dim, dim * sizeof(T));
         }
     }
 }
