@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accord.engine.generate.attention import DecodeAttention, prompt_attention
 from accord.engine.generate.kv_cache import KeyValueCache
@@ -77,7 +78,7 @@ class Decoder:
         self.head = Projection((spec.head,), self.dtype, placement)
         self.final_norm = _Norm(spec.final_norm, self.dtype, self.native)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[Any] = []
         self.fresh = False
         self.releases = 0  # how often the copies were given back: they have other addresses since
 
@@ -92,10 +93,8 @@ class Decoder:
     @property
     def copied_bytes(self) -> int:
         """Memory of the copies, 0 while there are none."""
-        if self.placement == "shared" or not self.fresh:
-            return 0
-        count = sum(w.numel() for p in self._projections() for w in (part.weight for part in map(_base, p.modules)))
-        return count * self.dtype.itemsize
+        copied = [part for p in self._projections() if p.weight is not None for part in map(_base, p.modules)]
+        return sum(part.weight.numel() for part in copied) * self.dtype.itemsize
 
     def refresh(self) -> None:
         """Take the weights as they are now. Nothing to do for shared ones; the norms' few numbers are always copied."""
@@ -120,13 +119,18 @@ class Decoder:
         self._tables.clear()
         self.fresh, self.releases = False, self.releases + 1
 
-    def _versions(self) -> list[tuple[int, int]]:
-        switches = [
-            (id(part), int(bool(getattr(part, "_disable_adapters"))))  # noqa: B009
-            for part in self.module.modules()
-            if hasattr(part, "_disable_adapters")
+    def _versions(self) -> list[Any]:
+        parts: list[Any] = [part for part in self.module.modules() if hasattr(part, "_disable_adapters")]
+        adapters = [
+            (
+                part.disable_adapters,
+                [*part.active_adapters],
+                [*getattr(part, "merged_adapters", ())],
+                {**getattr(part, "scaling", {})},
+            )
+            for part in parts
         ]
-        return [(p.data_ptr(), p._version) for p in self.module.parameters()] + switches
+        return [(p.data_ptr(), p._version) for p in self.module.parameters()] + adapters
 
     def _projections(self) -> Iterator[Projection]:
         for layer in self.layers:
@@ -312,3 +316,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _base(module: nn.Module) -> Any:
     return getattr(module, "base_layer", module)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise the version of what an optimizer has written to: its fused kernels don't, and `refresh_if_changed` goes by it."""
+    torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+
+
+register_optimizer_step_post_hook(_count_step)

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 _CACHE_BYTES = 2 * 2**30  # what the cache may take when `max_slots` is None
 _MOST_SLOTS = 256
 _PROBE_TOKENS = 24
-_TOLERANCE = {torch.float32: 1e-3}  # of the self-test, relative to the largest logit; other types round more
+_TOLERANCE = 1e-3  # of the self-test, relative to the largest logit, when both sides compute in float32
+_TOLERANCE_ROUNDED = 0.15  # and otherwise
 
 
 class DecoderGenerator:
@@ -102,8 +103,10 @@ class DecoderGenerator:
         rollouts: list[Rollout | None] = [None] * len(prompts)
         try:
             self.prepare()
-            with torch.inference_mode(), torch.autocast(self.cache.device.type, enabled=False), _evaluation(self.module):
-                scheduler = Scheduler(self.decoder, self.forward, self.cache, self.tokenizer, self._slots(requests))
+            with torch.autocast(self.cache.device.type, enabled=False), _evaluation(self.module):
+                slots, longest = self._slots(requests)
+                self.cache.start(slots, longest)
+                scheduler = Scheduler(self.decoder, self.forward, self.cache, self.tokenizer, slots)
                 for request in requests:
                     scheduler.add(request)
                 while scheduler.busy:
@@ -138,13 +141,14 @@ class DecoderGenerator:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _slots(self, requests: Sequence[Request]) -> int:
+    def _slots(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Sequences under way at once, and tokens of the longest."""
         assert self.decoder is not None
-        if self.max_slots is not None:
-            return min(self.max_slots, len(requests))
         longest = max(len(request.prompt) + request.params.max_new_tokens for request in requests)
+        if self.max_slots is not None:
+            return min(self.max_slots, len(requests)), longest
         fitting = _CACHE_BYTES // max(1, self.decoder.spec.cache_bytes(1, longest, self.dtype))
-        return int(min(max(1, fitting), _MOST_SLOTS, len(requests)))
+        return int(min(max(1, fitting), _MOST_SLOTS, len(requests))), longest
 
     def _check_decoder(self, spec: DecoderSpec) -> None:
         """Computes a short sequence both ways. A family's name is no proof that the spec fits this very model. Raises NoSpecError."""
@@ -168,7 +172,8 @@ class DecoderGenerator:
             token = Step(ids[-1:], one, zeros[:1], 1, count + 1, None, zeros[:1])
             got = torch.cat([self.decoder.forward(prompt, probe), self.decoder.forward(token, probe)])
         difference = float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
-        if not difference < _TOLERANCE.get(self.dtype, 0.15):
+        wide = self.dtype == next(self.module.parameters()).dtype == torch.float32
+        if not difference < (_TOLERANCE if wide else _TOLERANCE_ROUNDED):
             raise NoSpecError(f"the decoder's logits differ from the model's own by {difference:.2g} of the largest")
 
 

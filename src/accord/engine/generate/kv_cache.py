@@ -36,6 +36,15 @@ class KeyValueCache:
         """What is taken now."""
         return self.spec.cache_bytes(self.slots, self.capacity, self.dtype)
 
+    def start(self, slots: int, tokens: int) -> None:
+        """A new batch, which will reserve this much at most; what is there is not needed any more.
+
+        Many short sequences after a few long ones, or the reverse: the cache is given up, rather than grown to many long ones.
+        """
+        grown = self.spec.cache_bytes(max(slots, self.slots), max(tokens, self.capacity), self.dtype)
+        if grown > 2 * max(self.nbytes, self.spec.cache_bytes(slots, max(tokens, BLOCK), self.dtype)):
+            self.release()
+
     def reserve(self, slots: int, tokens: int) -> None:
         """Room for `slots` sequences of `tokens` each; what is there stays.
 
@@ -56,6 +65,7 @@ class KeyValueCache:
             except (torch.OutOfMemoryError, RuntimeError) as again:
                 if not _is_out_of_memory(again):
                     raise
+                self.release()  # half of it may have grown
                 raise OutOfMemoryError(
                     f"the cache for {slots} sequences of {capacity:,} tokens needs {self.spec.cache_bytes(slots, capacity, self.dtype) / 2**30:.2f} GiB, "
                     f"{self.spec.cache_bytes(1, capacity, self.dtype) / 2**20:,.0f} MiB a sequence, and the device has not that much free. "

@@ -73,14 +73,15 @@ def merged_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     part: Any = module
     delta = None
     if hasattr(part, "get_delta_weight"):
-        active = [] if part.disable_adapters else [name for name in part.active_adapters if name in part.lora_A]
+        off = part.disable_adapters or part.merged  # merged: W holds it already
+        active = [] if off else [name for name in part.active_adapters if name in part.lora_A]
         for name in active:
             change = part.get_delta_weight(name).float()
             delta = change if delta is None else delta + change
         part = part.base_layer
     weight = part.weight.detach()
     if delta is not None:
-        weight = (weight.float() + delta).to(weight.dtype)
+        weight = weight.float() + delta
     if isinstance(part, Conv1D):
         weight = weight.T
     return weight, None if part.bias is None else part.bias.detach()
@@ -90,7 +91,7 @@ def is_projection(module: nn.Module) -> bool:
     """Whether `merged_weight` understands the module: plain linear, GPT-2's, or one of them under LoRA."""
     part: Any = module
     if hasattr(part, "get_delta_weight"):
-        if getattr(part, "merged", False) or any(getattr(part, "use_dora", {}).values()):
+        if not hasattr(part, "lora_A") or part.lora_variant or any(part.lora_bias.values()):  # DoRA is a variant
             return False
         part = part.base_layer
     return type(part) in (nn.Linear, Conv1D)

@@ -72,7 +72,7 @@ class _Slots:
         old = getattr(self, name)
         wanted = (max(rows, old.shape[0] if rows <= old.shape[0] else 2 * old.shape[0]), *(max(w, width) for w in old.shape[1:]))
         if wanted != old.shape:
-            new = np.zeros(wanted, dtype=old.dtype)
+            new = np.full(wanted, -1 if name == "ends" else 0, dtype=old.dtype)
             new[tuple(slice(0, n) for n in old.shape)] = old
             setattr(self, name, new)
 
@@ -119,13 +119,15 @@ class Scheduler:
         """Queue a request: first come, first served."""
         self.waiting.append(request)
 
+    @torch.inference_mode()
     def cancel(self, number: int) -> None:
-        """Forget a request, waiting or under way."""
+        """Forget a request, waiting or under way. Between steps: not from `on_token`."""
         self.waiting = deque(request for request in self.waiting if request.number != number)
         for slot in reversed(range(len(self.slots))):
             if self.slots.requests[slot].number == number:
                 self._leave(slot)
 
+    @torch.inference_mode()
     def step(self) -> list[tuple[int, Rollout]]:
         """One token more for every sequence under way, and the first for as many waiting ones as there is room for.
 

@@ -28,6 +28,7 @@ _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC")
 _SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 LANES = 16  # positions side by side in the cache of keys, as kernels.c wants them
+_DIGEST = 16  # bytes
 _MOST_DIM = 256
 _MOST_GROUP = 64
 
@@ -118,12 +119,17 @@ def _library() -> ctypes.CDLL | None:
         log.info("No C compiler: generation uses torch's own operations, slower.")
         return None
     key = hashlib.blake2b(digest_size=12)
-    for part in (*(path.read_bytes() for path in sorted(_SOURCE.parent.glob("*.[ch]"))), " ".join(_FLAGS).encode(), compiler.encode(), processor.encode()):
+    for part in (
+        *(path.read_bytes() for path in sorted(_SOURCE.parent.glob("*.[ch]"))),
+        " ".join(_FLAGS).encode(),
+        compiler.encode(),
+        processor.encode(),
+    ):
         key.update(part)
     folder = Path(os.environ.get("ACCORD_CACHE") or Path.home() / ".cache" / "accord") / "native"
     path = folder / f"kernels-{key.hexdigest()}.so"
     try:
-        if not path.exists():
+        if not _intact(path):
             _compile(compiler, path)
         _share_openmp()
         return ctypes.CDLL(str(path))
@@ -133,6 +139,16 @@ def _library() -> ctypes.CDLL | None:
             "The generation kernels could not be built (%s): torch's own operations are used, slower.", str(detail).strip()[:300]
         )
         return None
+
+
+def _intact(path: Path) -> bool:
+    """Whether the library is there as it was written. Loading one that was cut short (a full disk, a lost connection) kills the process."""
+    content = path.read_bytes() if path.exists() else b""
+    return len(content) > _DIGEST and content[-_DIGEST:] == _digest(content[:-_DIGEST])
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
 
 
 def _compile(compiler: str, path: Path) -> None:
@@ -154,6 +170,8 @@ def _compile(compiler: str, path: Path) -> None:
         subprocess.run(
             [compiler, "-shared", *objects, "-o", built, "-lm"], check=True, capture_output=True, text=True, timeout=120
         )
+        with open(built, "r+b") as library:
+            library.write(_digest(library.read()))  # at its end, where the loader does not look
         os.replace(built, path)
 
 
