@@ -155,7 +155,7 @@ class Decoder:
         if spec.embed_positions is not None:
             h = h + F.embedding(step.positions + spec.position_offset, spec.embed_positions.weight)  # type: ignore[arg-type]
         h = h.to(self.dtype)
-        rotations = {name: self._rotation(name, step.positions) for name in {layer.rotary for layer in spec.layers} if name}
+        rotations = {name: self._rotation(name, step.positions, cache.capacity) for name in {layer.rotary for layer in spec.layers} if name}
         attention = DecodeAttention(step.longest, step.positions[: step.decoding], self.dtype, step.masked)
         for number, layer in enumerate(self.layers):
             h = layer(number, h, step, cache, attention, rotations.get(layer.spec.rotary or ""))
@@ -164,12 +164,14 @@ class Decoder:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits
 
-    def _rotation(self, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of one kind of layer: the whole tables for the compiled kernel, else those of the tokens [T, 1, rotary dims]."""
-        if name not in self._tables:
+    def _rotation(self, name: str, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of one kind of layer: the whole tables for the compiled kernel, else those of the tokens [T, 1, rotary dims].
+
+        Tables reach as far as the cache: a model with a context of 128k would need 100 MB for the whole.
+        """
+        if name not in self._tables or len(self._tables[name][0]) < longest:
             assert self.spec.rotary_table is not None
-            every = torch.arange(self.spec.context_length or 4096, device=self.device)
-            cos, sin = self.spec.rotary_table(name, every)
+            cos, sin = self.spec.rotary_table(name, torch.arange(longest, device=self.device))
             half = sin.shape[-1] // 2
             signed = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)  # rotate_half's minus, once and for all
             self._tables[name] = cos.float().contiguous(), signed.float().contiguous()
