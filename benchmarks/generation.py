@@ -50,9 +50,10 @@ class Accord:
 
     name = "accord"
 
-    def __init__(self, module: Any, tokenizer: Any, dtype: Dtype, slots: int) -> None:
+    def __init__(self, module: Any, tokenizer: Any, dtype: Dtype, slots: int, longest_first: bool) -> None:
         started = time.perf_counter()
         self.generator = DecoderGenerator(module, tokenizer, dtype=dtype, max_slots=slots)
+        self.generator.longest_first = longest_first
         self.run([Request([1], 1, 0)])
         self.start_seconds = time.perf_counter() - started
 
@@ -132,7 +133,7 @@ def measure_group(
     first = cases[0]
     module, tokenizer = load(first.model, options.model, torch.float32)
     size = ModelSize.of(module, getattr(torch, dtype))
-    ours = Accord(module, tokenizer, dtype, first.slots)
+    ours = Accord(module, tokenizer, dtype, first.slots, not options.arrival_order)
     report.started(first.model, dtype, ours.start_seconds)
     if ours.generator.reason:
         report.progress(f"Accord generates {first.model} by its own forward: {ours.generator.reason}")
@@ -270,6 +271,7 @@ class Report:
             "transformers": version("transformers"),
             "vllm": self.vllm,
             "repeat": self.options.repeat,
+            "order": "arrival" if self.options.arrival_order else "longest first",
             "limits": {dtype: asdict(limits) for dtype, limits in self.limits.items()},
             "accord_start_seconds": self.start_seconds,
         }
@@ -278,7 +280,7 @@ class Report:
         self.console.print(self._table())
         say = self.settings()
         lines = [
-            f"{say['cpu']}, {say['threads']} threads, load {self.load_before:.1f} before the start; medians of {say['repeat']} turns",
+            f"{say['cpu']}, {say['threads']} threads, load {self.load_before:.1f} before the start; medians of {say['repeat']} turns; Accord starts requests in the order: {say['order']}",
             f"torch {say['torch']}, transformers {say['transformers']}, vLLM {self.vllm or 'not measured'}",
             *(f"{dtype}: {x.flops / 1e9:,.0f} GFLOP/s, {x.bytes / 1e9:,.0f} GB/s read" for dtype, x in self.limits.items()),
             *(f"Accord's start-up beyond loading, {name}: {seconds:.2f} s" for name, seconds in self.start_seconds.items()),
@@ -319,6 +321,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="the Python of vLLM's virtual environment; without it vLLM is left out")
     parser.add_argument("--vllm-slots", type=int, default=64, help="vLLM's max_num_seqs")
     parser.add_argument("--vllm-env", nargs="+", default=[], metavar="NAME=VALUE", help="more settings for vLLM's process")
+    parser.add_argument("--arrival-order", action="store_true", help="Accord starts requests as they come, not the longest first")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     options = parser.parse_args()
     options.cases = [case for case in CASES if case.name in options.cases]

@@ -63,7 +63,9 @@ def test_fifty_real_prompts_are_answered_as_transformers_answers_them(smol_path,
         ids = torch.tensor([[end] * (width - len(prompts[i])) + prompts[i] for i in rows])
         mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows])
         with torch.no_grad():
-            out = module.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new, eos_token_id=end, pad_token_id=end)
+            out = module.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=new, eos_token_id=end, pad_token_id=end
+            )
         for i, row in zip(rows, out[:, width:].tolist(), strict=True):
             expected[i] = row[: row.index(end) + 1] if end in row else row
     parted = [i for i in range(50) if answers[i].token_ids != expected[i]]

@@ -155,7 +155,9 @@ class Decoder:
         if spec.embed_positions is not None:
             h = h + F.embedding(step.positions + spec.position_offset, spec.embed_positions.weight)  # type: ignore[arg-type]
         h = h.to(self.dtype)
-        rotations = {name: self._rotation(name, step.positions, cache.capacity) for name in {layer.rotary for layer in spec.layers} if name}
+        rotations = {
+            name: self._rotation(name, step.positions, cache.capacity) for name in {layer.rotary for layer in spec.layers} if name
+        }
         attention = DecodeAttention(step.longest, step.positions[: step.decoding], self.dtype, step.masked)
         for number, layer in enumerate(self.layers):
             h = layer(number, h, step, cache, attention, rotations.get(layer.spec.rotary or ""))

@@ -58,6 +58,7 @@ class DecoderGenerator:
         weight = next(module.parameters())
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or weight.dtype
         self.max_slots, self.max_tokens, self.release_cache = max_slots, max_tokens, release_cache
+        self.longest_first = True  # of the requests of a call; False: in their order
         self.plain = PlainGenerator(module, tokenizer, max_slots, self.dtype)
         self.decoder: Decoder | None = None
         self.reason = ""
@@ -99,7 +100,8 @@ class DecoderGenerator:
             for i, (prompt, p, seed) in enumerate(zip(prompts, every, numbers, strict=True))
         ]
         # Longest first: what is started last is short, and leaves few slots idle at the end. The order of equals stays.
-        requests.sort(key=lambda request: -(len(request.prompt) + request.params.max_new_tokens))
+        if self.longest_first:
+            requests.sort(key=lambda request: -(len(request.prompt) + request.params.max_new_tokens))
         rollouts: list[Rollout | None] = [None] * len(prompts)
         try:
             self.prepare()
