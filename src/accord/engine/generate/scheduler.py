@@ -155,7 +155,7 @@ class Scheduler:
         A prompt that is in the cache already, or enters in this very step, is not computed again.
         """
         slots, budget = self.slots, PREFILL_TOKENS
-        at = {request.prompt: slot for slot, request in enumerate(slots.requests)}
+        at = {request.prompt: slot for slot, request in enumerate(slots.requests)} if self.waiting else {}
         fresh: list[Request] = []
         while self.waiting and len(slots) + len(fresh) < self.max_slots:
             request = self.waiting[0]
