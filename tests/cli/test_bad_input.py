@@ -177,3 +177,12 @@ def test_hh_with_its_empty_answers_and_its_pair_with_two_prompts_trains(accord, 
     )  # fmt: skip
     assert code == 0, err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["final"]["reward/accuracy"] >= 0
+
+
+def test_data_check_refuses_what_training_would_refuse_for_the_models_context(tmp_path, tiny_folder, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(lines(GOOD))
+    words = [str(file), f"model.path={tiny_folder()}", "train.batch_size=4", "data.cache=false"]
+    assert cli.main(["data", "check", *words, "data.max_length=1000"]) == 2
+    assert "reads at most 256 tokens" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["data", "check", *words, "data.max_length=256"]) == 0

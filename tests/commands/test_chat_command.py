@@ -59,6 +59,12 @@ def test_a_backslash_continues_the_message(tiny_folder):
     assert [turn.content for turn in talker.turns[::2]] == ["first line\nsecond line", "next"]
 
 
+def test_a_line_that_is_not_utf_8_is_left_out_and_the_conversation_goes_on(tiny_folder):
+    talker = conversation(tiny_folder(), "generate.max_new_tokens=5")
+    _, notes = scripted(talker, b"caf\xe9\nhello\n".decode("utf-8", "surrogateescape"))
+    assert [turn.content for turn in talker.turns[::2]] == ["hello"] and "not UTF-8" in notes
+
+
 def test_history_is_left_out_by_whole_exchanges_and_the_system_message_stays(tiny_folder):
     talker = conversation(tiny_folder(), "generate.max_new_tokens=20", system="Be kind.")  # the context is 256 tokens
     asked = [f"question {i}: " + "why " * 12 for i in range(12)]

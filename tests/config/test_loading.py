@@ -200,3 +200,7 @@ def test_in_code_nested_mappings_do(tmp_path):
     assert Config.model_validate({"dpo": {"beta": 0.2}}).dpo.beta == 0.2
     with pytest.raises(ConfigError, match=r"^dpo.betta: no such key. Did you mean dpo.beta\?$"):
         Config(dpo={"betta": 1})
+
+
+def test_a_dash_is_standard_input():
+    assert load_config(None, ["data.train=-"]).data.train[0].path == "-"

@@ -11,8 +11,9 @@ import torch
 
 from accord.algorithms.losses import sft_loss
 from accord.data.packing import pack_trees
+from accord.data.records import Message, Prompt
 from accord.engine.trained import count_targets
-from accord.errors import AccordError, ConfigError, NonFiniteError
+from accord.errors import AccordError, ConfigError, DataError, NonFiniteError
 from tests.trainers.ppo_setup import GivenAnswers, function, largest_difference, trainer, weights
 
 
@@ -500,3 +501,15 @@ def test_gradient_checkpointing_changes_nothing_but_memory(make):
         results.append((weights(ppo.policy), weights(ppo.critic), stats["ppo/score"]))
     assert results[0][2] == results[1][2]
     assert largest_difference(results[0][0], results[1][0]) < 1e-6 > largest_difference(results[0][1], results[1][1])
+
+
+def test_a_prompt_may_be_a_text_a_row_a_record_or_an_example(make):
+    ppo = make()
+    text = "How many legs?"
+    same = [text, {"prompt": text}, Prompt((Message("user", text),)), ppo.examples.train[0]]
+    asked = [ppo._ask(prompt) for prompt in same]
+    assert {tuple(ids) for _, ids in asked} == {tuple(asked[0][1])}
+    assert all(record.messages == (Message("user", text),) for record, _ in asked)
+    for wrong in (3, None, [1, 2]):
+        with pytest.raises(DataError, match="a prompt is a text"):
+            ppo.make_experience([wrong])

@@ -109,6 +109,9 @@ def talk(conversation: Conversation, source: TextIO, answers: TextIO, notes: Tex
 
     for text in _messages(source, notes, interactive):
         command = text.strip()
+        if not command.isascii() and any("\ud800" <= letter <= "\udfff" for letter in command):
+            print("(that line is not UTF-8 text and was left out)", file=notes)
+            continue
         if command == "/quit":
             return
         if command == "/clear":

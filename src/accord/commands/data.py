@@ -24,9 +24,25 @@ def check(config: Config, strict: bool = False, examples: int = 3) -> int:
     console = Console()
     encoder = _encoder(config)
     results = [_check_stage(config, config.stage, encoder)] if config.stage else _check_all(config, encoder)
+    if (too_long := _beyond_context(config)) is not None:
+        for result in results:
+            if result.need != "prompt":  # PPO compares what its prompts really have
+                result.errors.append(too_long)
     for result in results:
         print_check(result, console, encoder, examples)
     return 2 if any(result.errors or (strict and result.warnings) for result in results) else 0
+
+
+def _beyond_context(config: Config) -> str | None:
+    """What training would refuse: sequences that may be longer than the model reads."""
+    if config.model.path is None:
+        return None
+    from accord.models.load import context_of
+
+    context, longest = context_of(config.model), config.data.max_length
+    if context is None or longest <= context:
+        return None
+    return f"data.max_length is {longest:,}, but the model reads at most {context:,} tokens. Set data.max_length to {context:,} or less."
 
 
 def _encoder(config: Config) -> ConversationEncoder | None:

@@ -167,9 +167,11 @@ class _Rows:
                 continue
             left = speaker.context_length - len(ids)  # type: ignore[operator]
             lower = f"Lower generate.max_new_tokens to {left:,}" if left > 0 else "Shorten the prompt"
+            limited = self.config.engine.max_out_tokens == speaker.context_length
             raise DataError(
                 f"{record.origin}  the prompt has {len(ids):,} tokens; with generate.max_new_tokens="
-                f"{speaker.params.max_new_tokens:,} that is more than the {speaker.context_length:,} the model reads. "
+                f"{speaker.params.max_new_tokens:,} that is more than the {speaker.context_length:,} "
+                f"{'of engine.max_out_tokens' if limited else 'the model reads'}. "
                 f"{lower}, or set data.truncate=left to leave out the oldest turns."
             )
 

@@ -108,7 +108,7 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[Path, Any]], 
         if not written.strip():
             raise ConfigError(f"{COMMAND_LINE}  {key}: no value. Write {key}=null for none, or {key}='\"\"' for empty text.")
         try:
-            value = read_text(written, COMMAND_LINE)
+            value = "-" if written.strip() == "-" else read_text(written, COMMAND_LINE)  # standard input, not an empty list
         except ConfigError:
             value = written  # a template or a path that is no YAML is text
         if key == "extends":

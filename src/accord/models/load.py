@@ -149,6 +149,16 @@ def load_tokenizer(
     return tokenizer
 
 
+def context_of(model: Model) -> int | None:
+    """The most tokens that the model at `model.path` reads, from its configuration alone; None where that says nothing (GGUF, ALiBi)."""
+    where = resolve(str(model.path))
+    if is_gguf(where):
+        return None
+    config, _ = _config_of(where, model)
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) else None
+
+
 def load_causal(
     model: Model,
     *,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,12 @@ from accord.algorithms.losses import ppo_policy_loss, ppo_value_loss, sft_loss
 from accord.data.dataset import Example, load_examples
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack, pack_trees
-from accord.data.records import Prompt
+from accord.data.reading import read_records
+from accord.data.records import Message, Prompt, Record
 from accord.engine.generate import SamplingParams, before_stop
 from accord.engine.hybrid import HybridEngine
 from accord.engine.trained import TrainedModel, count_targets, prefixed, unprefixed
-from accord.errors import ConfigError
+from accord.errors import ConfigError, DataError
 from accord.models.load import load_causal
 from accord.rewards import FunctionReward, Sample, combine
 from accord.track.run import RunFolder
@@ -117,8 +118,11 @@ class PPOTrainer:
         metrics["throughput/tokens_per_s"] = metrics["train/tokens"] / metrics["time/step"]
         return metrics
 
-    def make_experience(self, prompts: Sequence[Example | Prompt]) -> Experience:
-        """Answer the prompts, score the answers, and work out what each token was worth."""
+    def make_experience(self, prompts: Sequence[Example | Record | Mapping[str, Any] | str]) -> Experience:
+        """Answer the prompts, score the answers, and work out what each token was worth.
+
+        A prompt is what the user says, a row in any format of data.train, a record, or one of `self.examples.train`.
+        """
         self.experiences += 1
         settings, times = self.settings, self.engine.times
         times.start()
@@ -295,7 +299,9 @@ class PPOTrainer:
 
     # -- experience --------------------------------------------------------------------------------------------------
 
-    def sample(self, prompts: Sequence[Example | Prompt], count: int, seeds: np.random.SeedSequence) -> Rollouts:
+    def sample(
+        self, prompts: Sequence[Example | Record | Mapping[str, Any] | str], count: int, seeds: np.random.SeedSequence
+    ) -> Rollouts:
         """`count` answers to each prompt. An answer depends on its prompt and on its place in the batch, not on its neighbours."""
         asked = [self._ask(prompt) for prompt in prompts for _ in range(count)]
         words = seeds.generate_state(len(asked), np.uint64).tolist()
@@ -312,9 +318,16 @@ class PPOTrainer:
         ]
         return Rollouts(samples, torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float32))
 
-    def _ask(self, prompt: Example | Prompt) -> tuple[Prompt, list[int]]:
-        """The record and its tokens."""
-        if isinstance(prompt, Prompt):
+    def _ask(self, prompt: Example | Record | Mapping[str, Any] | str) -> tuple[Prompt, list[int]]:
+        """The record and its tokens. Raises DataError for what is no prompt."""
+        if isinstance(prompt, str):
+            prompt = Prompt((Message("user", prompt),), origin="prompt")
+        elif isinstance(prompt, Mapping):
+            prompt = next(read_records([prompt], "prompt"))
+        if not isinstance(prompt, Example):
+            if not isinstance(prompt, Record):
+                raise DataError(f"a prompt is a text, a row, a record or an example, not a {type(prompt).__name__}.")
+            prompt = prompt if isinstance(prompt, Prompt) else prompt.as_prompt()
             return prompt, list(self.encoder.encode_prompt(prompt.messages))
         record = prompt.record if isinstance(prompt.record, Prompt) else prompt.record.as_prompt()  # type: ignore[union-attr]
         return record, prompt.tree.sequence(prompt.tree.leaves[0]).tolist()
