@@ -138,12 +138,16 @@ def test_bad_input_is_refused_before_anything_is_written(tiny_folder, tiny_model
     broken.write_text('{"prompt": "a"}\n{"prompt": \n')
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "word " * 400}) + "\n")
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('{"prompt": ""}\n')
     no_tokenizer = tmp_path / "bare"
     tiny_model("llama").save_pretrained(no_tokenizer)
     for arguments, error, message in (
         ((model, str(tmp_path / "absent.jsonl"), SHORT), DataError, "absent.jsonl"),
         ((model, str(broken), SHORT), DataError, r"broken.jsonl:2"),
         ((model, str(long), SHORT), DataError, r"long.jsonl:1 .*data.truncate=left"),
+        ((model, str(blank), SHORT), DataError, r"no prompt is left of 1 rows\. 1 empty prompt \(blank.jsonl:1\)"),
+        ((model, str(prompts), [*SHORT, "engine.max_out_tokens=5"]), DataError, r"the 5 that engine.max_out_tokens allows"),
         ((model, str(prompts), ["generate.temprature=1"]), ConfigError, "temperature"),
         ((model, str(prompts), ["ppo.clip=0.1"]), ConfigError, "does not read this key"),
         ((model, str(prompts), ["generate.temperature=-1"]), ConfigError, "temperature"),

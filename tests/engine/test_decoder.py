@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from accord.config import Lora
-from accord.engine.generate import DecoderGenerator, SamplingParams
+from accord.engine.generate import DecoderGenerator, PlainGenerator, SamplingParams
 from accord.engine.generate import decoding as decoding_module
 from accord.engine.generate.native import kernels
 from accord.engine.generate.spec import decoder_spec
+from accord.errors import NonFiniteError
 from accord.models.lora import add_lora, as_reference
 from accord.models.packed import ATTENTION_NAME
 from tests.engine.decoder_setup import (
@@ -417,3 +420,67 @@ def test_dropout_is_off_while_a_module_in_training_is_sampled():
     module.train()
     answers = ids(generator_of(module, "shared"), prompts, 12)
     assert answers == greedy_of(module.eval(), prompts, 12)
+
+
+@pytest.mark.parametrize("kind", [DecoderGenerator, PlainGenerator])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_told_and_not_sampled_from(kind, temperature, value, tiny_tokenizer):
+    module = tiny("llama")
+    generator = kind(module, tiny_tokenizer)
+    params = SamplingParams(max_new_tokens=4, temperature=temperature, seed=1)
+    wanted = generator.generate([[5, 6, 7]], params)
+    old, told = module.lm_head.weight[5].detach().clone(), []
+    with torch.no_grad():
+        module.lm_head.weight[5].fill_(value)
+    with pytest.raises(NonFiniteError, match="logits are not finite"):
+        generator.generate([[5, 6, 7]], params, on_token=lambda *token: told.append(token))
+    assert not told
+    with torch.no_grad():
+        module.lm_head.weight[5].copy_(old)
+    assert generator.generate([[5, 6, 7]], params) == wanted
+
+
+def test_a_model_made_in_inference_mode_is_followed():
+    with torch.inference_mode():
+        module = tiny("llama")
+    generator = generator_of(module)
+    assert generator.decoder is not None and ids(generator, ragged()) == greedy_of(module, ragged())
+    with torch.inference_mode():
+        module.lm_head.weight.copy_(module.lm_head.weight.flip(0))
+    assert ids(generator, ragged()) == greedy_of(module, ragged())
+
+
+def test_modules_put_in_others_places_are_read():
+    module = tiny("llama")
+    generator = generator_of(module)
+    before = ids(generator, ragged())
+    module.lm_head = tiny("llama", seed=9).lm_head
+    assert ids(generator, ragged()) == greedy_of(module, ragged()) != before
+    get_peft_model(module, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    assert ids(generator, ragged()) == greedy_of(module, ragged())
+    module.model.layers = module.model.layers[:1]
+    module.config.num_hidden_layers = 1
+    assert ids(generator, ragged()) == greedy_of(module, ragged())
+    assert generator.decoder is not None
+
+
+def test_calls_from_several_threads_take_turns():
+    generator = generator_of(tiny("llama"))
+    jobs = [(ragged(), 12), ([[9, 8, 7] * 5] * 3, 90)]
+    wanted = [ids(generator, *job) for job in jobs]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda job: ids(generator, *job), jobs * 6)) == wanted * 6
+
+
+def test_a_call_from_on_token_is_refused_and_the_next_one_is_right():
+    generator = generator_of(tiny("llama"))
+    wanted = ids(generator, ragged())
+    with pytest.raises(RuntimeError, match="from on_token"):
+        generator.generate(ragged(), SamplingParams(max_new_tokens=4), on_token=lambda *_: ids(generator, ragged()))
+    assert ids(generator, ragged()) == wanted
+
+
+def test_no_slot_at_all_is_refused():
+    with pytest.raises(ValueError, match="max_slots=0"):
+        generator_of(tiny("llama"), max_slots=0)

@@ -104,3 +104,24 @@ def test_logprobs_know_nothing_of_truncation_penalty_or_forbidden_tokens():
 def test_values_outside_their_range_are_refused(wrong):
     with pytest.raises(ConfigError, match="generate." + list(wrong)[-1]):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("value", [1e-7, 1e-44, 1e-320])
+def test_a_temperature_whose_quotients_are_no_float32_numbers_is_refused(value):
+    with pytest.raises(ConfigError, match=r"generate.temperature=.*0 \(greedy\), or 1e-06 or more"):
+        SamplingParams(temperature=value)
+    with pytest.raises(ConfigError, match=r"generate.repetition_penalty=.*between 1e-06 and 1e\+06"):
+        SamplingParams(repetition_penalty=value)
+
+
+def test_the_extremes_that_are_allowed_give_numbers():
+    logits = torch.tensor([[30.0, 29.0, -40.0, 0.0]])
+    u, seen = torch.tensor([0.5], dtype=torch.float64), torch.tensor([[True, False, True, True]])
+    for temperature in (1e-6, 1e6):
+        for penalty in (1e-6, 1e6):
+            params = SamplingParams(temperature=temperature, repetition_penalty=penalty, top_k=2**70)
+            token, logprob = choose(logits, RowSampling.of([params]), u, seen=seen)
+            expected = torch.log_softmax(logits.double() / temperature, -1)[0, token]
+            assert logprob.isfinite().all()
+            torch.testing.assert_close(logprob.double(), expected, rtol=1e-6, atol=1e-4)
+    assert choose(logits, RowSampling.of([SamplingParams(temperature=1e-6)]), u)[0].item() == 0

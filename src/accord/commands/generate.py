@@ -125,8 +125,9 @@ class _Rows:
 
     def check_readable(self) -> None:
         """Raises DataError before a model is loaded for nothing."""
-        if next(self.records(self._report()), None) is None:
-            self._nothing(self._report())
+        report = self._report()
+        if next(self.records(report), None) is None:
+            self._nothing(report)
 
     def measure(self, speaker: Speaker) -> tuple[int, SourceReport]:
         """Reads all rows once: how many there are, and that each leaves room for its answer."""
@@ -167,11 +168,13 @@ class _Rows:
                 continue
             left = speaker.context_length - len(ids)  # type: ignore[operator]
             lower = f"Lower generate.max_new_tokens to {left:,}" if left > 0 else "Shorten the prompt"
-            limited = self.config.engine.max_out_tokens == speaker.context_length
+            if self.config.engine.max_out_tokens == speaker.context_length:
+                has, lower = "engine.max_out_tokens allows", f"{lower}, or raise engine.max_out_tokens"
+            else:
+                has = "the model reads"
             raise DataError(
                 f"{record.origin}  the prompt has {len(ids):,} tokens; with generate.max_new_tokens="
-                f"{speaker.params.max_new_tokens:,} that is more than the {speaker.context_length:,} "
-                f"{'of engine.max_out_tokens' if limited else 'the model reads'}. "
+                f"{speaker.params.max_new_tokens:,} that is more than the {speaker.context_length:,} that {has}. "
                 f"{lower}, or set data.truncate=left to leave out the oldest turns."
             )
 

@@ -130,7 +130,8 @@ class Decoder:
             )
             for part in parts
         ]
-        return [(p.data_ptr(), p._version) for p in self.module.parameters()] + adapters
+        # Tensors made in inference mode have no version: they count as changed every time.
+        return [(p.data_ptr(), object() if p.is_inference() else p._version) for p in self.module.parameters()] + adapters
 
     def _projections(self) -> Iterator[Projection]:
         for layer in self.layers:

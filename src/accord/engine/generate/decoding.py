@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,23 +56,30 @@ class DecoderGenerator:
         release_cache: bool = False,
         graphs: bool = False,
     ) -> None:
+        if max_slots is not None and max_slots < 1:
+            raise ValueError(f"max_slots={max_slots}: expected at least 1, or None")
         self.module, self.tokenizer = module, tokenizer
         weight = next(module.parameters())
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or weight.dtype
-        self.max_slots, self.max_tokens, self.release_cache = max_slots, max_tokens, release_cache
+        self.max_slots, self.max_tokens, self.release_cache, self.graphs = max_slots, max_tokens, release_cache, graphs
+        self._turn, self._busy = threading.RLock(), False  # a call has the cache for itself
         self.longest_first = True  # of the requests of a call; False: in their order
         self.plain = PlainGenerator(module, tokenizer, max_slots, self.dtype)
+        self._build()
+
+    def _build(self) -> None:
+        """The decoder of the module as it is now; None, with one warning, where there is none."""
         self.decoder: Decoder | None = None
         self.reason = ""
         try:
-            spec = decoder_spec(module)
-            self.decoder = Decoder(spec, module, self.dtype)
+            spec = decoder_spec(self.module)
+            self.decoder = Decoder(spec, self.module, self.dtype)
             self.cache = self.decoder.cache()
             self._check_decoder(spec)
-            self.forward = GraphedDecoder(self.decoder).forward if graphs else self.decoder.forward
+            self.forward = GraphedDecoder(self.decoder).forward if self.graphs else self.decoder.forward
         except NoSpecError as error:
             self.decoder, self.reason = None, str(error)
-            log.warning("%s is sampled by its own forward, which is slower: %s.", type(unwrap(module)).__name__, error)
+            log.warning("%s is sampled by its own forward, which is slower: %s.", type(unwrap(self.module)).__name__, error)
 
     @property
     def context_length(self) -> int | None:
@@ -88,10 +97,12 @@ class DecoderGenerator:
     ) -> list[Rollout]:
         """Answers every prompt, in order; `params` for all, or one a prompt.
 
-        Raises DataError for an empty prompt, ConfigError when prompt + answer is beyond the model's context, OutOfMemoryError.
+        Calls from several threads take turns. Raises DataError for an empty prompt, ConfigError when prompt + answer is beyond the model's
+        context, NonFiniteError for logits that are no numbers, OutOfMemoryError, RuntimeError when called from `on_token`.
         """
         every = params_of_each(params, len(prompts))
         check_lengths(prompts, every, context_length(self.module), self.max_tokens)
+        self.prepare()
         if self.decoder is None or not prompts:
             return self.plain.generate(prompts, every, seeds=seeds, on_token=on_token)
         numbers = seeds_of_each(every, seeds).tolist()
@@ -103,9 +114,9 @@ class DecoderGenerator:
         if self.longest_first:
             requests.sort(key=lambda request: -(len(request.prompt) + request.params.max_new_tokens))
         rollouts: list[Rollout | None] = [None] * len(prompts)
-        try:
-            self.prepare()
-            with torch.autocast(self.cache.device.type, enabled=False), _evaluation(self.module):
+        with self._alone(), torch.autocast(self.cache.device.type, enabled=False), _evaluation(self.module):
+            try:
+                self.prepare()
                 slots, longest = self._slots(requests)
                 self.cache.start(slots, longest)
                 scheduler = Scheduler(self.decoder, self.forward, self.cache, self.tokenizer, slots)
@@ -114,16 +125,40 @@ class DecoderGenerator:
                 while scheduler.busy:
                     for number, rollout in scheduler.step():
                         rollouts[number] = rollout
-        finally:
-            if self.release_cache:
-                self.release()
+            finally:
+                if self.release_cache:
+                    self.release()
         return [rollout for rollout in rollouts if rollout is not None]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time: another thread waits, a call within a call would write into the cache that the outer one reads."""
+        with self._turn:
+            if self._busy:
+                raise RuntimeError(
+                    "generate was called from on_token: collect the tokens, and call it when generate has returned"
+                )
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
 
     def prepare(self) -> None:
         """Renew the copies of weights that have changed. `generate` does it too; here its time can be taken apart."""
         if self.decoder is not None:
-            with torch.inference_mode(), torch.autocast(self.cache.device.type, enabled=False):
-                self.decoder.refresh_if_changed()
+            with self._turn, torch.inference_mode(), torch.autocast(self.cache.device.type, enabled=False):
+                if self.decoder.refresh_if_changed() and self._rebuilt():
+                    self._build()
+
+    def _rebuilt(self) -> bool:
+        """Whether modules were put in others' places, by peft for example: the decoder would read those that are gone."""
+        assert self.decoder is not None
+        try:
+            spec = decoder_spec(self.module)
+        except NoSpecError:
+            return True
+        return replace(spec, rotary_table=None) != replace(self.decoder.spec, rotary_table=None)
 
     def refresh(self) -> None:
         """Take the weights as they are now. Only needed after a change that leaves no trace (through `.data`)."""
@@ -133,8 +168,9 @@ class DecoderGenerator:
     def release(self) -> None:
         """Give back the cache and the copied weights."""
         if self.decoder is not None:
-            self.decoder.release()
-            self.cache.release()
+            with self._turn:
+                self.decoder.release()
+                self.cache.release()
 
     @property
     def nbytes(self) -> int:

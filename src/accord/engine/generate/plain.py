@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from accord.engine.generate.plain_cache import SlotCache, empty_slots, join, supports_slots
 from accord.engine.generate.requests import check_lengths, params_of_each, seeds_of_each
-from accord.engine.generate.sampling import RowSampling, choose, uniforms
+from accord.engine.generate.sampling import RowSampling, check_numbers, choose, uniforms
 from accord.engine.generate.types import OnToken, Rollout, SamplingParams
 from accord.models.heads import context_length
 
@@ -194,6 +194,7 @@ class _Batch:
             token, logprob = choose(
                 logits, sampling, live.uniforms[:, step], seen=live.seen, forbidden=ends if early and ends.any() else None
             )
+            check_numbers(logprob)
             self.tokens[live.rows, step] = token
             self.logprobs[live.rows, step] = logprob
             if live.seen is not None:

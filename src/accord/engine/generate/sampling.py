@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accord.engine.generate.types import SamplingParams
+from accord.errors import NonFiniteError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 256  # tokens whose probabilities are summed before they are searched one by one
@@ -68,7 +69,7 @@ class RowSampling:
             temperature=column([p.temperature or 1.0 for p in params], 1.0),
             greedy=torch.tensor(greedy, device=device)[:, None] if any(greedy) else None,
             only_greedy=all(greedy),
-            top_k=column([p.top_k or 2**62 for p in params], 2**62, torch.int64),
+            top_k=column([min(p.top_k or 2**62, 2**62) for p in params], 2**62, torch.int64),
             top_p=column([p.top_p for p in params], 1.0),
             min_p=column([p.min_p for p in params], 0.0),
             repetition_penalty=column([p.repetition_penalty for p in params], 1.0),
@@ -141,7 +142,8 @@ def _search(cumulative: Tensor, target: Tensor, scaled: bool = False) -> Tensor:
         target = target * total
     # a target below the total may be rounded up to it, beyond which there is nothing
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)
+    # sums of NaN are exceeded nowhere; `check_numbers` tells of them
+    return torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[-1] - 1)
 
 
 def choose(
@@ -173,3 +175,12 @@ def choose(
             tokens = torch.where(rows.greedy.squeeze(-1), altered.argmax(dim=-1), tokens)
     logprobs = tempered.gather(-1, tokens[:, None]) - peak - log_total
     return tokens, logprobs.squeeze(-1)
+
+
+def check_numbers(logprobs: Tensor) -> None:
+    """Raises NonFiniteError if the log-probabilities of sampled tokens [B] say that logits were NaN or infinite: the tokens mean nothing."""
+    if bool(logprobs.isnan().any()):
+        raise NonFiniteError(
+            "the model's logits are not finite: its weights hold NaN or infinities, or a value exceeds what the type it is sampled in can "
+            "hold (float16 ends at 65,504; engine.dtype=bfloat16 or float32 does not). Take an earlier checkpoint, or another engine.dtype."
+        )

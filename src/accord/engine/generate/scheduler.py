@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accord.engine.generate.decoder import Decoder, Step
 from accord.engine.generate.kv_cache import BLOCK, KeyValueCache
-from accord.engine.generate.sampling import RowSampling, choose, uniforms
+from accord.engine.generate.sampling import RowSampling, check_numbers, choose, uniforms
 from accord.engine.generate.types import Rollout, SamplingParams
 from accord.models.packed import SegmentLayout
 
@@ -250,9 +250,10 @@ class Scheduler:
         chosen, chosen_logprobs = choose(logits, self._sampling, u, seen=self._seen, forbidden=self._forbidden(logits))
         if self._seen is not None:
             self._seen.scatter_(1, chosen[:, None], True)
-        tokens, rows = chosen.cpu().numpy(), np.arange(n)
+        tokens, chosen_logprobs, rows = chosen.cpu().numpy(), chosen_logprobs.cpu(), np.arange(n)
+        check_numbers(chosen_logprobs)
         slots.tokens[rows, slots.count[:n]] = tokens
-        slots.logprobs[rows, slots.count[:n]] = chosen_logprobs.cpu().numpy()
+        slots.logprobs[rows, slots.count[:n]] = chosen_logprobs.numpy()
         slots.next[:n] = tokens
         slots.count[:n] += 1
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from accord.errors import ConfigError
 
 FinishReason = Literal["stop", "length"]
+_LEAST = 1e-6  # a float32 logit divided by it is still a number
 OnToken = Callable[[int, int], None]  # (number of the prompt in the call, token id), called as each token is sampled
 
 
@@ -35,11 +36,15 @@ class SamplingParams:
         for name, ok, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("temperature", self.temperature == 0 or self.temperature >= _LEAST, f"0 (greedy), or {_LEAST:g} or more"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is off)"),
+            (
+                "repetition_penalty",
+                _LEAST <= self.repetition_penalty <= 1 / _LEAST,
+                f"between {_LEAST:g} and {1 / _LEAST:g} (1 is off)",
+            ),
             ("stop", all(self.stop), "a list of strings that are not empty"),
         ):
             if not ok:
