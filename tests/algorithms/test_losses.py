@@ -6,7 +6,19 @@ import random
 import pytest
 import torch
 
-from accord.algorithms.losses import dpo_loss, mse_reward_loss, pairwise_reward_loss, ppo_policy_loss, ppo_value_loss, sft_loss
+from accord.algorithms.losses import (
+    CERTAIN,
+    dpo_loss,
+    log_odds,
+    mse_reward_loss,
+    orpo_loss,
+    pairwise_reward_loss,
+    ppo_policy_loss,
+    ppo_value_loss,
+    rpo_term,
+    sft_loss,
+    simpo_loss,
+)
 
 
 def numbers(n: int, seed: int, scale: float = 1.0) -> list[float]:
@@ -116,6 +128,163 @@ def test_dpo_refuses_beta_zero_and_ipo_without_lengths():
         dpo_loss(*zeros, beta=0.0)
     with pytest.raises(ValueError, match="lengths"):
         dpo_loss(*zeros, beta=0.1, loss_type="ipo")
+
+
+def sigma(x: float) -> float:
+    return math.exp(log_sigmoid(x))
+
+
+BETA, EPSILON, GAMMA, LAMBDA, ALPHA = 0.13, 0.15, 0.7, 0.3, 1.4
+
+
+def by_hand(name: str, w: float, lo: float, rw: float, rl: float, lw: int, ll: int) -> tuple[float, float, float]:
+    """One pair's loss, and its derivatives by log π(y_w) and log π(y_l), worked out on paper."""
+    z = BETA * ((w - rw) - (lo - rl))
+    if name == "sigmoid":
+        slope = -(1 - EPSILON) * sigma(-z) + EPSILON * sigma(z)
+        return -(1 - EPSILON) * log_sigmoid(z) - EPSILON * log_sigmoid(-z), BETA * slope, -BETA * slope
+    if name == "ipo":
+        error = (w - rw) / lw - (lo - rl) / ll - 1 / (2 * BETA)
+        return error**2, 2 * error / lw, -2 * error / ll
+    if name == "hinge":
+        return max(0.0, 1 - z), -BETA * (z < 1), BETA * (z < 1)
+    if name == "robust":
+        slope = (-(1 - EPSILON) * sigma(-z) - EPSILON * sigma(z)) / (1 - 2 * EPSILON)
+        loss = (-(1 - EPSILON) * log_sigmoid(z) + EPSILON * log_sigmoid(-z)) / (1 - 2 * EPSILON)
+        return loss, BETA * slope, -BETA * slope
+    mean_w, mean_l = w / lw, lo / ll
+    if name == "simpo":
+        z = BETA * mean_w - BETA * mean_l - GAMMA
+        return -log_sigmoid(z), -BETA * sigma(-z) / lw, BETA * sigma(-z) / ll
+    if name == "orpo":
+        p_w, p_l = math.exp(mean_w), math.exp(mean_l)
+        z = math.log(p_w / (1 - p_w)) - math.log(p_l / (1 - p_l))
+        pull = LAMBDA * sigma(-z)
+        return -mean_w - LAMBDA * log_sigmoid(z), -1 / lw - pull / (1 - p_w) / lw, pull / (1 - p_l) / ll
+    assert name == "rpo"
+    return -ALPHA * mean_w, -ALPHA / lw, 0.0
+
+
+def family(name: str, w, lo, rw, rl, lw, ll, weights):
+    """The same from the code under test: the loss and what it reports of each pair."""
+    if name == "rpo":
+        return rpo_term(w, lw, weights, ALPHA)
+    if name == "simpo":
+        loss, stats = simpo_loss(w, lo, lw, ll, weights, beta=BETA, gamma=GAMMA)
+    elif name == "orpo":
+        loss, stats = orpo_loss(w, lo, lw, ll, weights, lambda_=LAMBDA)
+    else:
+        epsilon = EPSILON if name in ("sigmoid", "robust") else 0.0
+        lengths = {"chosen_lengths": lw, "rejected_lengths": ll} if name == "ipo" else {}
+        loss, stats = dpo_loss(w, lo, rw, rl, weights, beta=BETA, loss_type=name, label_smoothing=epsilon, **lengths)
+    return loss, stats.losses
+
+
+FAMILY = ["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "rpo"]
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_each_loss_of_the_family_and_its_gradient_against_a_loop(name):
+    (w, lo, rw, rl), lw, ll = pairs()
+    weights = positive_weights(8)
+    expected = [by_hand(name, *values) for values in zip(w, lo, rw, rl, lw, ll, strict=True)]
+    chosen, rejected = tensor(w).requires_grad_(), tensor(lo).requires_grad_()
+    loss, losses = family(name, chosen, rejected, *map(tensor, (rw, rl, lw, ll, weights)))
+    gradients = torch.autograd.grad(loss, (chosen, rejected), allow_unused=True, materialize_grads=True)
+    assert losses.tolist() == pytest.approx([e[0] for e in expected], rel=1e-12) and not losses.requires_grad
+    assert loss.item() == pytest.approx(sum(a * e[0] for a, e in zip(weights, expected, strict=True)), rel=1e-12)
+    for i, gradient in enumerate(gradients, start=1):
+        assert gradient.tolist() == pytest.approx([a * e[i] for a, e in zip(weights, expected, strict=True)], rel=1e-11)
+    if name == "hinge":
+        assert 0 < sum(e[1] == 0 for e in expected) < 8  # both sides of the corner were seen
+
+
+def test_while_policy_and_reference_are_the_same_the_losses_are_known():
+    (w, lo, _, _), lw, ll = pairs()
+    weights = torch.full((8,), 1 / 8, dtype=torch.float64)
+    same = [*map(tensor, (w, lo, w, lo)), weights]
+    hinge, stats = dpo_loss(*same, beta=BETA, loss_type="hinge")
+    assert hinge.item() == 1 and stats.margins.abs().max() == 0 and stats.accuracies.sum() == 0
+    for epsilon in (0.0, 0.1, 0.49):
+        robust, stats = dpo_loss(*same, beta=BETA, loss_type="robust", label_smoothing=epsilon)
+        assert robust.item() == pytest.approx(math.log(2), rel=1e-12)
+        assert stats.margins.abs().max() == 0 and stats.accuracies.sum() == 0
+    ipo, _ = dpo_loss(*same, beta=BETA, loss_type="ipo", chosen_lengths=tensor(lw), rejected_lengths=tensor(ll))
+    assert ipo.item() == pytest.approx(1 / (2 * BETA) ** 2, rel=1e-12)
+
+
+def test_robust_averages_to_the_sigmoid_loss_of_the_right_labels():
+    """What it is for: with a share ε of the pairs swapped, the expected loss is that of none swapped."""
+    (w, lo, rw, rl), _, _ = pairs()
+    weights = torch.full((8,), 1 / 8, dtype=torch.float64)
+    w, lo, rw, rl = map(tensor, (w, lo, rw, rl))
+    right, _ = dpo_loss(w, lo, rw, rl, weights, beta=BETA, loss_type="robust", label_smoothing=EPSILON)
+    swapped, _ = dpo_loss(lo, w, rl, rw, weights, beta=BETA, loss_type="robust", label_smoothing=EPSILON)
+    plain, _ = dpo_loss(w, lo, rw, rl, weights, beta=BETA)
+    assert ((1 - EPSILON) * right + EPSILON * swapped).item() == pytest.approx(plain.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("far", [1e3, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_family_is_finite_far_out(name, far, dtype):
+    """Log-ratios of a million, means per token of a million and of zero, either answer the better one."""
+    chosen = torch.tensor([-far, 0.0, -far, 0.0], dtype=dtype, requires_grad=True)
+    rejected = torch.tensor([0.0, -far, -far, 0.0], dtype=dtype, requires_grad=True)
+    zeros, ones = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
+    loss, losses = family(name, chosen, rejected, zeros, zeros, ones, ones, ones / 4)
+    gradients = torch.autograd.grad(loss, (chosen, rejected), allow_unused=True, materialize_grads=True)
+    assert torch.isfinite(losses).all() and all(torch.isfinite(g).all() for g in gradients)
+    if name not in ("sigmoid", "ipo"):  # those two turn round beyond their best margin
+        assert (gradients[0] <= 0).all() and (gradients[1] >= 0).all()
+    if name in ("hinge", "simpo"):
+        assert losses[0].item() == pytest.approx(BETA * far + (1 if name == "hinge" else GAMMA), rel=1e-6)
+        assert losses[1].item() == pytest.approx(0, abs=1e-50)
+
+
+def test_log_odds_are_exact_where_they_are_finite_and_held_where_they_are_not():
+    from fractions import Fraction
+
+    for mean in (-50.0, -1.0, -1e-3, -1e-6):
+        p = sum(Fraction(mean) ** k / math.factorial(k) for k in range(200))  # e^mean, exactly enough
+        expected = mean - (math.log((1 - p).numerator) - math.log((1 - p).denominator))
+        assert log_odds(tensor([mean])).item() == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    certain = tensor([0.0, CERTAIN / 3]).requires_grad_()
+    odds = log_odds(certain)
+    odds.sum().backward()
+    assert odds.tolist() == [log_odds(tensor([CERTAIN])).item()] * 2
+    assert certain.grad.tolist() == pytest.approx([1 / -math.expm1(CERTAIN)] * 2)
+
+
+def test_simpo_and_orpo_rank_answers_by_what_takes_the_place_of_the_reward():
+    """β p̄ and log odds: both grow with the mean log-probability per token, so the accuracies are the same."""
+    (w, lo, _, _), lw, ll = pairs()
+    arguments = [*map(tensor, (w, lo, lw, ll, positive_weights(8)))]
+    _, simpo = simpo_loss(*arguments, beta=2.0, gamma=5.0)
+    _, orpo = orpo_loss(*arguments)
+    likelier = [w[i] / lw[i] > lo[i] / ll[i] for i in range(8)]
+    assert simpo.accuracies.bool().tolist() == orpo.accuracies.bool().tolist() == likelier and 0 < sum(likelier) < 8
+    assert simpo.chosen_rewards.tolist() == pytest.approx([2 * w[i] / lw[i] for i in range(8)])
+    odds = [math.log(math.exp(lo[i] / ll[i]) / (1 - math.exp(lo[i] / ll[i]))) for i in range(8)]
+    assert orpo.rejected_rewards.tolist() == pytest.approx(odds, rel=1e-12)
+
+
+def test_the_family_refuses_what_is_not_defined():
+    zeros, lengths = [torch.zeros(2)] * 5, [torch.zeros(2)] * 2 + [torch.ones(2)] * 3
+    for loss_type in ("ipo", "hinge"):
+        with pytest.raises(ValueError, match=f"not defined for {loss_type}"):
+            dpo_loss(*zeros, beta=0.1, loss_type=loss_type, label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"below 0\.5"):
+        dpo_loss(*zeros, beta=0.1, loss_type="robust", label_smoothing=0.5)
+    with pytest.raises(ValueError, match="expected sigmoid, ipo, hinge or robust"):
+        dpo_loss(*zeros, beta=0.1, loss_type="simpo")
+    with pytest.raises(ValueError, match="beta"):
+        simpo_loss(*lengths, beta=0.0)
+    for loss in (simpo_loss, orpo_loss):
+        with pytest.raises(ValueError, match="shapes differ"):
+            loss(*lengths[:4], torch.ones(2, 1))
+    with pytest.raises(ValueError, match="shapes differ"):
+        rpo_term(torch.zeros(2), torch.ones(2, 1), torch.ones(2), 1.0)
 
 
 @pytest.mark.parametrize("clip_high", [None, 0.28])

@@ -21,7 +21,7 @@ def test_the_keys_of_the_design_are_there():
     written = (
         "run.dir run.resume model.lora.target_modules model.from_scratch.vocab_size reference.path reward_model.max_length critic.warmup_steps "
         "data.on_bad_row data.holdout train.min_lr_ratio train.on_nonfinite eval.best_metric checkpoint.keep_last export.every_steps "
-        "sft.train_on reward.center_coefficient dpo.label_smoothing ppo.whiten_rewards ppo.kl.controller ppo.missing_eos_penalty "
+        "sft.train_on reward.center_coefficient dpo.label_smoothing dpo.rpo_alpha dpo.simpo_gamma dpo.orpo_lambda ppo.whiten_rewards ppo.kl.controller ppo.missing_eos_penalty "
         "ppo.ratio_threshold ppo.ptx_data generate.repetition_penalty pipeline.stages stages track.samples_every extends"
     )
     assert set(written.split()) <= set(keys.all_keys())

@@ -62,6 +62,11 @@ STAGES = {
     "reward-mse": (RewardTrainer, scored, {"reward": {"loss_type": "mse"}}),
     "dpo": (DPOTrainer, pairs, {"dpo": {"beta": 0.5}}),
     "dpo-ipo": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "loss_type": "ipo"}}),
+    "dpo-hinge": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "loss_type": "hinge"}}),
+    "dpo-robust": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "loss_type": "robust", "label_smoothing": 0.1}}),
+    "dpo-simpo": (DPOTrainer, pairs, {"dpo": {"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 0.5}}),
+    "dpo-orpo": (DPOTrainer, pairs, {"dpo": {"loss_type": "orpo", "orpo_lambda": 0.3}}),
+    "dpo-rpo": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "rpo_alpha": 1.5}}),
 }
 
 

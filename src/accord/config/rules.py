@@ -115,11 +115,54 @@ def an_adaptive_controller_needs_something_to_adapt(config: Config) -> Iterator[
 
 
 @rule
-def label_smoothing_is_for_the_sigmoid_loss(config: Config) -> Iterator[Refusal]:
-    if config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0:
+def label_smoothing_is_for_sigmoid_and_robust(config: Config) -> Iterator[Refusal]:
+    dpo = config.dpo
+    if dpo.loss_type not in ("sigmoid", "robust") and dpo.label_smoothing > 0:
         yield Refusal(
-            ("dpo", "label_smoothing"), "the ipo loss has no label smoothing. Set it to 0, or use dpo.loss_type=sigmoid."
+            ("dpo", "label_smoothing"),
+            f"the {dpo.loss_type} loss has no label smoothing. Set it to 0, or use dpo.loss_type=sigmoid or robust.",
         )
+
+
+@rule
+def robust_needs_a_share_of_swapped_labels(config: Config) -> Iterator[Refusal]:
+    if config.dpo.loss_type == "robust" and config.dpo.label_smoothing == 0:
+        yield Refusal(
+            ("dpo", "label_smoothing"),
+            "at 0 robust is the sigmoid loss. Set it to the share of labels that may be swapped, such as 0.1, "
+            "or use dpo.loss_type=sigmoid.",
+        )
+
+
+@rule
+def a_setting_of_one_dpo_loss_is_for_that_loss(config: Config) -> Iterator[Refusal]:
+    dpo = config.dpo
+    for key, loss_type in (("simpo_gamma", "simpo"), ("orpo_lambda", "orpo")):
+        if dpo.loss_type != loss_type and getattr(dpo, key) != type(dpo).model_fields[key].default:
+            yield Refusal(
+                ("dpo", key), f"does nothing with dpo.loss_type={dpo.loss_type}. Leave it out, or use dpo.loss_type={loss_type}."
+            )
+    if dpo.loss_type == "orpo" and dpo.beta != type(dpo).model_fields["beta"].default:
+        yield Refusal(
+            ("dpo", "beta"), "does nothing with dpo.loss_type=orpo. Leave it out; dpo.orpo_lambda weighs the odds ratio."
+        )
+
+
+@rule
+def a_loss_without_a_reference_is_given_none(config: Config) -> Iterator[Refusal]:
+    if config.stage != "dpo" or config.dpo.needs_reference:
+        return
+    reference, model = config.reference, config.model
+    for key, differs in (
+        ("path", reference.path not in (None, model.path)),
+        ("dtype", reference.dtype != model.dtype),
+    ):
+        if differs:
+            yield Refusal(
+                ("reference", key),
+                f"does nothing with dpo.loss_type={config.dpo.loss_type}, which needs no reference. Leave it out (in a pipeline "
+                f"give it to its stage: stages.ppo.reference.{key}), or use dpo.loss_type=sigmoid.",
+            )
 
 
 @rule

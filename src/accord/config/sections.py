@@ -297,13 +297,33 @@ class Reward(Section):
 class DPO(Section):
     """Direct preference optimisation (Rafailov et al. 2023)."""
 
-    loss_type: Literal["sigmoid", "ipo"] = Field(
-        default="sigmoid", description="sigmoid: DPO. ipo: squared loss on the mean log-ratio (Azar et al. 2023)."
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo"] = Field(
+        default="sigmoid",
+        description="sigmoid: DPO. ipo: squared loss on the mean log-ratio (Azar et al. 2023). hinge: no gradient beyond the margin "
+        "(SLiC). robust: corrects for a share dpo.label_smoothing of swapped labels (Chowdhury et al. 2024). Without a reference: "
+        "simpo, mean log-probabilities (Meng et al. 2024); orpo, SFT with an odds ratio (Hong et al. 2024).",
     )
-    beta: Positive = Field(default=0.1, description="Strength of the pull towards the reference; 0.05–0.5 is usual.")
+    beta: Positive = Field(
+        default=0.1,
+        description="Strength of the pull towards the reference; 0.05–0.5 is usual. simpo: scale of the mean log-probabilities, near 2.",
+    )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="Assumed share of swapped labels (cDPO); sigmoid only."
+        default=0.0, description="Assumed share ε of swapped labels; sigmoid (cDPO) and robust only."
     )
+    rpo_alpha: Positive | None = Field(
+        default=None,
+        description="Weight of an SFT term on the chosen answer, its mean negative log-likelihood (Pang et al. 2024); null: none, "
+        "1 is usual.",
+    )
+    simpo_gamma: NonNegative = Field(
+        default=1.0, description="simpo: margin γ by which the chosen answer's reward should be the greater one."
+    )
+    orpo_lambda: Positive = Field(default=0.1, description="orpo: weight λ of the odds ratio beside the SFT loss.")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a frozen reference."""
+        return self.loss_type not in ("simpo", "orpo")
 
 
 class KL(Section):

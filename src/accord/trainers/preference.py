@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accord.algorithms.losses import DPOStats, dpo_loss
+from accord.algorithms.losses import DPOStats, dpo_loss, orpo_loss, rpo_term, simpo_loss
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel
@@ -31,12 +32,15 @@ from accord.trainers.loop import run_loop
 if TYPE_CHECKING:
     from accord.config import Config
 
+log = logging.getLogger(__name__)
+
 
 class DPOTrainer:
     """`with DPOTrainer(config, train_dataset, valid_dataset) as trainer: trainer.train()`.
 
     The reference is a frozen model beside the policy (`reference.path`, by default the model that training starts from); with LoRA
-    and no path of its own it is the policy's base, or the adapter as it was at the start: no second copy.
+    and no path of its own it is the policy's base, or the adapter as it was at the start: no second copy. simpo and orpo need no
+    reference: none is loaded.
     """
 
     stage = "dpo"
@@ -45,6 +49,11 @@ class DPOTrainer:
 
     def __init__(self, config: Config, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         self.config = config = config.for_stage(self.stage)
+        if config.dpo.loss_type == "simpo" and config.dpo.beta < 0.5:
+            log.warning(
+                "dpo.beta=%s hardly tells answers apart with simpo, whose rewards are means per token. Near 2 is usual.",
+                config.dpo.beta,
+            )
         self.encoder, self.examples, loaded = load_data(config, "preference", train_dataset, valid_dataset)
         self.order = BatchOrder(len(self.examples.train), config.train.batch_size, config.run.seed, config.data.shuffle)
         self.total_steps = self.order.total_steps(config.train.epochs, config.train.max_steps)
@@ -52,8 +61,9 @@ class DPOTrainer:
         loaded.tokenizer = self.encoder.tokenizer
         check_context(loaded.module, config.data.max_length)
         self.model = TrainedModel(loaded, config.train, total_steps=self.total_steps)
-        self.reference = reference_for(config, self.model)
-        self._eval_reference: list[Tensor] | None = None  # the reference never changes: its held-out numbers are computed once
+        self.reference = reference_for(config, self.model) if config.dpo.needs_reference else None
+        # The reference never changes: its held-out numbers are computed once.
+        self._eval_reference: list[Tensor | None] | None = None
         self.samples: list[dict[str, Any]] = []
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
@@ -75,21 +85,38 @@ class DPOTrainer:
         return {**self._statistics(collected), **step_metrics(info, self.model, packs, self.config.train.max_tokens)}
 
     @torch.no_grad()
-    def reference_logps(self, pack: Pack) -> Tensor:
-        """[S] log π_ref of each sequence's response, summed in float64."""
+    def reference_logps(self, pack: Pack) -> Tensor | None:
+        """[S] log π_ref of each sequence's response, summed in float64; None for a loss that needs no reference."""
+        if not self.config.dpo.needs_reference:
+            return None
         if self.reference is not None:
             return pack.sum_by_sequence(self.reference.token_logprobs(pack).logprobs)
         with self.model.as_reference():
             return pack.sum_by_sequence(self.model.token_logprobs(pack).logprobs)
 
-    def _loss(self, pack: Pack, logps: Tensor, reference: Tensor, total: int) -> tuple[Tensor, DPOStats]:
+    def _loss(self, pack: Pack, logps: Tensor, reference: Tensor | None, total: int) -> tuple[Tensor, DPOStats]:
+        """What the pairs of `pack` add to the mean loss over `total` pairs, and what each of them reports."""
         settings = self.config.dpo
+        chosen, rejected = logps[0::2], logps[1::2]
         lengths = pack.target_counts.to(logps.device).double()
+        chosen_lengths, rejected_lengths = lengths[0::2], lengths[1::2]
         weights = torch.full((len(pack.trees),), 1 / total, dtype=torch.float64, device=logps.device)
-        return dpo_loss(
-            logps[0::2], logps[1::2], reference[0::2], reference[1::2], weights,
-            settings.beta, settings.loss_type, settings.label_smoothing, lengths[0::2], lengths[1::2],
-        )  # fmt: skip
+        if settings.loss_type == "simpo":
+            loss, stats = simpo_loss(
+                chosen, rejected, chosen_lengths, rejected_lengths, weights, settings.beta, settings.simpo_gamma
+            )
+        elif settings.loss_type == "orpo":
+            loss, stats = orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths, weights, settings.orpo_lambda)
+        else:
+            assert reference is not None
+            loss, stats = dpo_loss(
+                chosen, rejected, reference[0::2], reference[1::2], weights,
+                settings.beta, settings.loss_type, settings.label_smoothing, chosen_lengths, rejected_lengths,
+            )  # fmt: skip
+        if settings.rpo_alpha is not None:
+            term, per_pair = rpo_term(chosen, chosen_lengths, weights, settings.rpo_alpha)
+            loss, stats = loss + term, stats._replace(losses=stats.losses + per_pair)
+        return loss, stats
 
     def _statistics(self, collected: Sequence[tuple[DPOStats, Tensor]]) -> dict[str, float]:
         stats = [stats for stats, _ in collected]
