@@ -158,6 +158,34 @@ def chat(
     command(model, _only_overrides(overrides), system)
 
 
+@app.command(short_help="A reward model's scores of a file of answers.")
+def score(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A reward model: folder, hub id or run.", show_default=False)],
+    data: Annotated[
+        str,
+        typer.Option(help="Answers or preference pairs with their prompts, in any format.", metavar="FILE", show_default=False),
+    ],
+    out: Annotated[
+        str,
+        typer.Option(
+            help="One JSON object a line, in the order of the input: prompt, response, score. A pair gives two, the chosen answer "
+            "first, with their role.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Score a file of answers with a reward model. Started again, it goes on where it stopped.
+
+    Each text is read alone: its score depends on nothing else in the file. train.max_tokens=8192 reads texts together, up to that many
+    tokens at a time: faster on a GPU and for pairs, and equal but for rounding.
+    """
+    from accord.commands.score import score as command
+
+    command(model, data, out, _only_overrides(overrides))
+
+
 @app.command(short_help="Perplexity, reward accuracy or win rate.")
 def evaluate(
     model: ModelArgument,

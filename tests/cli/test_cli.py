@@ -44,8 +44,8 @@ def calls(monkeypatch):
         setattr(fake, function, note)
 
     for module, function in (
-        ("run", "run_pipeline"), ("run", "run_stage"), ("generate", "generate"), ("chat", "chat"), ("evaluate", "evaluate"),
-        ("data", "check"), ("report", "report"),
+        ("run", "run_pipeline"), ("run", "run_stage"), ("generate", "generate"), ("chat", "chat"), ("score", "score"),
+        ("evaluate", "evaluate"), ("data", "check"), ("report", "report"),
     ):  # fmt: skip
         stand_in(module, function)
     return noted
@@ -80,11 +80,13 @@ def test_the_other_commands_hand_their_arguments_on(call, calls):
     assert call("generate", "m", "--prompts", "p.jsonl", "--out", "o.jsonl", "generate.temperature=0")[0] == 0
     assert call("chat", "m", "--system", "Be brief.", "generate.seed=1")[0] == 0
     assert call("evaluate", "m", "--data", "d", "--metric", "win_rate", "--against", "n", "--judge", "a:b", "--out", "o")[0] == 0
+    assert call("score", "rm", "--data", "d.jsonl", "--out", "s.jsonl", "data.truncate=left")[0] == 0
     assert call("report", "runs/x")[0] == 0
     assert [entry[:2] for entry in calls.list] == [
         ("generate", ("m", "p.jsonl", "o.jsonl", ["generate.temperature=0"])),
         ("chat", ("m", ["generate.seed=1"], "Be brief.")),
         ("evaluate", ("m", "d", "win_rate", "n", "a:b", "o", [])),
+        ("score", ("rm", "d.jsonl", "s.jsonl", ["data.truncate=left"])),
         ("report", ("runs/x",)),
     ]
 
@@ -171,7 +173,7 @@ def test_help_lists_what_is_built_and_nothing_else(call):
     code, out, _ = call("--help")
     listed = [line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.startswith("  ")]
     assert code == 0
-    assert listed == ["run", "sft", "reward", "dpo", "ppo", "generate", "chat", "evaluate", "report", "data", "config"]
+    assert listed == ["run", "sft", "reward", "dpo", "ppo", "generate", "chat", "score", "evaluate", "report", "data", "config"]
 
 
 def processor_seconds(*arguments: str) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from accord.cli import guarded, main
 from accord.commands import generate as command
+from accord.commands.output import Output
 from accord.errors import AccordError, ConfigError, DataError, Interrupted
 
 SHORT = ["generate.max_new_tokens=12"]
@@ -52,7 +53,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_file(tiny_folder, pro
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     command.generate(str(tiny_folder()), str(prompts), str(whole), SHORT)
     monkeypatch.setattr(command, "_MOST_ROWS", 8)
-    monkeypatch.setattr(command._Output, "write", stop_after(command._Output.write, 1))
+    monkeypatch.setattr(Output, "write", stop_after(Output.write, 1))
     with pytest.raises(Interrupted, match="Start the same command again"):
         command.generate(str(tiny_folder()), str(prompts), str(broken), SHORT)
     monkeypatch.undo()
@@ -96,7 +97,7 @@ def test_a_finished_file_is_left_alone_and_another_setting_is_refused(tiny_folde
 
 
 def test_two_processes_cannot_write_the_same_file(tmp_path):
-    first, second = command._Output(tmp_path / "a.jsonl"), command._Output(tmp_path / "a.jsonl")
+    first, second = (Output(tmp_path / "a.jsonl", "generate", "answers") for _ in range(2))
     assert first.open({"model": "m"}) == 0
     with pytest.raises(ConfigError, match="another accord generate"):
         second.open({"model": "m"})

@@ -33,6 +33,7 @@ def run(tiny_folder: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     ) -> tuple[int, str]:
         if model:
             sections = {"model": {"path": str(tiny_folder("llama"))}, **sections}
+            sections["data"] = {"max_length": 256, **sections["data"]}  # what the model reads
         config = Config.model_validate({"train": {"batch_size": 4, "max_tokens": 2048}, **sections})
         code = check(config.for_stage(stage) if stage else config, strict, examples)
         return code, capsys.readouterr().out
@@ -44,7 +45,7 @@ def test_good_data_gets_zero_and_shows_the_mask(run: Any, tmp_path: Path) -> Non
     code, text = run(data={"train": write(tmp_path / "a.jsonl", pairs(10))})
     assert code == 0 and "nothing to object to" in text
     assert "preference" in text and "messages" in text and "10" in text
-    assert "limit 1,024" in text and "trained on" in text
+    assert "limit 256" in text and "trained on" in text
     assert "chosen: ⟦good 0⟧⟦<|im_end|>⟧" in text and "rejected: ⟦bad 0⟧⟦<|im_end|>⟧" in text
 
 

@@ -116,10 +116,9 @@ def reward_accuracy(model: str, config: Config) -> dict[str, Any]:
 
     from accord.data.packing import pack_trees
     from accord.models.forward import FrozenModel
-    from accord.models.load import load_scalar, resolve
+    from accord.models.load import load_scalar
 
-    _refuse_causal(resolve(model), model)
-    loaded = load_scalar(model, config.model, seed=config.run.seed, trainable=False)
+    loaded = load_scalar(model, config.model, seed=config.run.seed, trainable=False, fresh_head=False)
     _, examples = _examples(config, loaded, "preference")
     frozen = FrozenModel(loaded.module)
     scores: list[float] = []
@@ -185,10 +184,9 @@ class _Judge:
         self.function = FunctionReward(judge, key="--judge") if _is_function(judge) else None
         if self.function is None:
             from accord.models.forward import FrozenModel
-            from accord.models.load import load_scalar, resolve
+            from accord.models.load import load_scalar
 
-            _refuse_causal(resolve(judge), judge)
-            self.loaded = load_scalar(judge, config.model, seed=config.run.seed, trainable=False)
+            self.loaded = load_scalar(judge, config.model, seed=config.run.seed, trainable=False, fresh_head=False)
             self.frozen = FrozenModel(self.loaded.module)
 
     def score(self, samples: Sequence[Sample], encoder: ConversationEncoder) -> list[float]:
@@ -261,17 +259,6 @@ def _load(config: Config, encoder: ConversationEncoder, need: Any, room: int | N
 def _budget(config: Config, examples: Examples) -> int:
     """Tokens of one pack: an example larger than train.max_tokens has one to itself."""
     return max([config.train.max_tokens, *(int(size) for size in examples.train.num_tokens())])
-
-
-def _refuse_causal(path: str, name: str) -> None:
-    """A language model has no score head: the random one it would get measures nothing."""
-    from accord.models.gguf import is_gguf
-
-    file = Path(path) / "config.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    architectures = saved.get("architectures") or []
-    if is_gguf(path) or (file.is_file() and not any(kind.endswith("ForSequenceClassification") for kind in architectures)):
-        raise ConfigError(f"{name} is a language model, not a reward model ({', '.join(architectures) or 'no score head'}).")
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

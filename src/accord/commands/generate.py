@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accord.commands.inference import MODEL_KEYS, Speaker, load_speaker, quiet, sampling_seed, settings
+from accord.commands.output import Output, Progress, prompt_value, weights_state
 from accord.config import Config
-from accord.errors import ConfigError, DataError, Interrupted
-from accord.track.files import json_line, sync_folder, write_atomically
+from accord.errors import DataError, Interrupted
 
 if TYPE_CHECKING:
     from accord.data.reading import SourceReport
@@ -38,7 +36,7 @@ def generate(model: str, prompts: str, out: str, overrides: list[str]) -> None:
     """
     config = settings("generate", overrides, READS)
     quiet()
-    output = _Output(Path(out))
+    output = Output(Path(out), "generate", "answers")
     output.check_writable()
     rows = _Rows(prompts, config)
     rows.check_readable()
@@ -62,14 +60,14 @@ def generate(model: str, prompts: str, out: str, overrides: list[str]) -> None:
     print(f"{count:,} answers: {out}")
 
 
-def _answer(speaker: Speaker, rows: _Rows, count: int, done: int, seed: int, output: _Output) -> None:
+def _answer(speaker: Speaker, rows: _Rows, count: int, done: int, seed: int, output: Output) -> None:
     """Windows of rows, as many as take about `_SECONDS_PER_WRITE`; each is on disk before the next begins."""
     from accord.engine.generate.sampling import row_seeds
 
     seeds = row_seeds(seed, count)  # one a row of the input, so that a resumed run samples what an undisturbed one would
     waiting = islice(rows.prompts(speaker), done, None)
     window = 32
-    with _Progress(count, done) as progress:
+    with Progress("generate", count, done) as progress:
         while batch := list(islice(waiting, window)):
             started = time.monotonic()
             numbers = range(done, done + len(batch))
@@ -78,7 +76,7 @@ def _answer(speaker: Speaker, rows: _Rows, count: int, done: int, seed: int, out
             )
             lines = [
                 {
-                    "prompt": _prompt_value(prompt),
+                    "prompt": prompt_value(prompt.messages),
                     "response": speaker.text(rollout.token_ids),
                     "token_ids": rollout.token_ids,
                     "logprobs": [round(value, 6) for value in rollout.logprobs],
@@ -91,13 +89,6 @@ def _answer(speaker: Speaker, rows: _Rows, count: int, done: int, seed: int, out
             progress.advance(len(batch), sum(len(rollout.token_ids) for rollout in rollouts))
             if time.monotonic() - started < _SECONDS_PER_WRITE / 2:
                 window = min(2 * window, _MOST_ROWS)
-
-
-def _prompt_value(prompt: Prompt) -> Any:
-    """Readable again as a prompt: text for a single user turn, else the messages."""
-    if len(prompt.messages) == 1 and prompt.messages[0].role == "user":
-        return prompt.messages[0].content
-    return [message.as_dict() for message in prompt.messages]
 
 
 class _Rows:
@@ -183,7 +174,7 @@ def _made_with(model: str, speaker: Speaker, rows: _Rows, config: Config) -> dic
     """Everything that decides the answers, as plain data."""
     return {
         "model": model,
-        "weights": _weights_state(Path(speaker.path)),
+        "weights": weights_state(Path(speaker.path)),
         "dtype": config.model.dtype,
         "engine": {"enabled": config.engine.enabled, "dtype": config.engine.dtype},
         "chat_template": hashlib.blake2b(str(speaker.encoder.tokenizer.chat_template).encode(), digest_size=8).hexdigest(),
@@ -193,130 +184,3 @@ def _made_with(model: str, speaker: Speaker, rows: _Rows, config: Config) -> dic
         "truncate": config.data.truncate,
         "generate": {**config.generate.model_dump(mode="json"), "seed": sampling_seed(config)},
     }
-
-
-def _weights_state(path: Path) -> str:
-    """Changes when the model at that place was written anew: names, sizes and times of its weight files."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin"))
-    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
-
-
-class _Output:
-    """OUT, and beside it OUT.partial (the lines so far) and OUT.settings.json (what they were made with)."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.partial = path.with_name(path.name + ".partial")
-        self.settings = path.with_name(path.name + ".settings.json")
-
-    def check_writable(self) -> None:
-        """Raises ConfigError if no file can be made there; leaves nothing behind."""
-        if self.path.is_dir():
-            raise ConfigError(f"--out {self.path}: is a folder. Name a file, such as {self.path / 'answers.jsonl'}.")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            probe = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(f"--out {self.path}: can't be written: {error.strerror or error}.") from error
-
-    def open(self, made_with: dict[str, Any]) -> int | None:
-        """How many answers are there already; None: all of them, OUT is finished.
-
-        Raises ConfigError if OUT or OUT.partial was made with other settings: nothing of the user's is overwritten.
-        """
-        present = self.path if self.path.exists() else self.partial if self.partial.exists() else None
-        if present is not None:
-            self._compare(present, made_with)
-            if present is self.path:
-                return None
-        else:
-            write_atomically(self.settings, (json.dumps(made_with, ensure_ascii=False, indent=1) + "\n").encode())
-        self.stream = self.partial.open("ab")
-        self._lock()
-        return self._cut_to_whole_lines()
-
-    def _lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # Windows: nothing guards against a second process
-            return
-        try:
-            fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed, by a kill as well
-        except OSError:
-            raise ConfigError(
-                f"--out {self.path}: another accord generate is writing it. Wait for it, or give another --out."
-            ) from None
-
-    def _compare(self, present: Path, made_with: dict[str, Any]) -> None:
-        cure = f"Remove {present}, or give another --out."
-        try:
-            before = json.loads(self.settings.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise ConfigError(f"--out {present}: is there already, and it is not known what it was made with. {cure}") from None
-        plain = json.loads(json.dumps(made_with))
-        differing = [key for key in plain if before.get(key) != plain[key]]
-        if "generate" in differing:
-            old, new = before.get("generate") or {}, plain["generate"]
-            differing = [key for key in differing if key != "generate"] + [f"generate.{k}" for k in new if old.get(k) != new[k]]
-        if differing:
-            raise ConfigError(f"--out {present}: was made with another {', '.join(differing)} (see {self.settings.name}). {cure}")
-
-    def _cut_to_whole_lines(self) -> int:
-        """Forgets a line that was being written when the program was killed."""
-        whole, lines = 0, 0
-        with self.partial.open("rb+") as stream:
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                whole, lines = whole + len(line), lines + 1
-            stream.truncate(whole)
-        return lines
-
-    def write(self, lines: Sequence[dict[str, Any]]) -> None:
-        self.stream.write(b"".join(map(json_line, lines)))
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-
-    def finish(self) -> None:
-        self.partial.replace(self.path)
-        sync_folder(self.path.parent)
-        self.stream.close()
-
-
-class _Progress:
-    """A bar with what is left to wait on a terminal, a line every 30 seconds elsewhere; both on stderr."""
-
-    def __init__(self, total: int, done: int) -> None:
-        from rich.console import Console
-
-        self.total, self.done, self.tokens = total, done, 0
-        self.console = Console(stderr=True)
-        self.started = self.told = time.monotonic()
-        self.bar: Any = None
-
-    def __enter__(self) -> _Progress:
-        if self.console.is_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-            self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
-            self.task = self.bar.add_task("generate", total=self.total, completed=self.done, rate="")
-            self.bar.start()
-        return self
-
-    def advance(self, rows: int, tokens: int) -> None:
-        self.done, self.tokens = self.done + rows, self.tokens + tokens
-        now = time.monotonic()
-        rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done, rate=rate)
-        elif now - self.told > 30:
-            self.told = now
-            self.console.print(f"generate: {self.done:,} of {self.total:,}, {rate}")
-
-    def __exit__(self, *exception: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()

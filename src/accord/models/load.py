@@ -202,16 +202,23 @@ def load_scalar(
     trainable: bool,
     dtype: str | None = None,
     attn_implementation: str | None = None,
+    fresh_head: bool = True,
 ) -> LoadedModel:
-    """A reward model or critic: from a saved one, or from a causal model's backbone with a fresh seeded head.
+    """A reward model or critic: from a saved one, or (`fresh_head`) from a causal model's backbone with a fresh seeded head.
 
-    Raises ConfigError when the folder's classifier has more than one label, or weights of the backbone are missing.
+    Raises ConfigError when the folder's classifier has more than one label, weights of the backbone are missing, or, without
+    `fresh_head`, the model has no score head.
     """
     from transformers import AutoModelForSequenceClassification
 
     where = resolve(path or str(model.path))
     config, state = _config_of(where, model)
     saved = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    if not saved and not fresh_head:  # a random head would measure nothing
+        kind = ", ".join(config.architectures or []) or "no score head"
+        raise ConfigError(
+            f"{path or model.path} is a language model, not a reward model ({kind}). Train one from it with accord reward."
+        )
     if saved and config.num_labels != 1:
         raise ConfigError(f"{where} is a classifier with {config.num_labels} labels; a reward model has one (its score)")
     config.num_labels = 1
