@@ -183,6 +183,8 @@ def test_data_check_refuses_what_training_would_refuse_for_the_models_context(tm
     file = tmp_path / "rows.jsonl"
     file.write_bytes(lines(GOOD))
     words = [str(file), f"model.path={tiny_folder()}", "train.batch_size=4", "data.cache=false"]
-    assert cli.main(["data", "check", *words, "data.max_length=1000"]) == 2
-    assert "reads at most 256 tokens" in " ".join(capsys.readouterr().out.split())
-    assert cli.main(["data", "check", *words, "data.max_length=256"]) == 0
+    for length, code in ((1000, 2), (256, 0)):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["data", "check", *words, f"data.max_length={length}"])
+        assert (ended.value.code or 0) == code
+        assert ("reads at most 256 tokens" in " ".join(capsys.readouterr().out.split())) == (code == 2)

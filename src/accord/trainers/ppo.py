@@ -23,7 +23,7 @@ from accord.data.dataset import Example, load_examples
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack, pack_trees
 from accord.data.reading import read_records
-from accord.data.records import Message, Prompt, Record
+from accord.data.records import Message, PlainText, Prompt, Record
 from accord.engine.generate import SamplingParams, before_stop
 from accord.engine.hybrid import HybridEngine
 from accord.engine.trained import TrainedModel, count_targets, prefixed, unprefixed
@@ -325,7 +325,7 @@ class PPOTrainer:
         elif isinstance(prompt, Mapping):
             prompt = next(read_records([prompt], "prompt"))
         if not isinstance(prompt, Example):
-            if not isinstance(prompt, Record):
+            if isinstance(prompt, PlainText) or not isinstance(prompt, Record):
                 raise DataError(f"a prompt is a text, a row, a record or an example, not a {type(prompt).__name__}.")
             prompt = prompt if isinstance(prompt, Prompt) else prompt.as_prompt()
             return prompt, list(self.encoder.encode_prompt(prompt.messages))
