@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from accord.algorithms.losses import sft_loss
 from accord.data.packing import pack_trees
 from accord.engine.trained import count_targets
 from accord.errors import AccordError, ConfigError, NonFiniteError
+from accord.trainers.ppo_models import check_lengths
 from tests.trainers.ppo_setup import GivenAnswers, function, largest_difference, trainer, weights
 
 
@@ -500,3 +502,17 @@ def test_gradient_checkpointing_changes_nothing_but_memory(make):
         results.append((weights(ppo.policy), weights(ppo.critic), stats["ppo/score"]))
     assert results[0][2] == results[1][2]
     assert largest_difference(results[0][0], results[1][0]) < 1e-6 > largest_difference(results[0][1], results[1][1])
+
+
+def test_prompts_and_answers_beyond_max_out_tokens_are_refused_at_the_start():
+    config = SimpleNamespace(
+        generate=SimpleNamespace(max_new_tokens=16),
+        engine=SimpleNamespace(max_out_tokens=33),
+        train=SimpleNamespace(max_tokens=100),
+    )
+    loaded = SimpleNamespace(
+        module=SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace))
+    )  # no limit of its own
+    check_lengths(config, 17, loaded, loaded)
+    with pytest.raises(ConfigError, match=r"that is 34, but engine.max_out_tokens is 33. Raise it to 34"):
+        check_lengths(config, 18, loaded, loaded)
