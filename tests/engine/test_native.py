@@ -261,6 +261,12 @@ print(json.dumps(ids(generator, {ragged((5, 9))!r}, 10)))
     assert len([line for line in told if "could not be built" in line]) == 1
 
 
+def test_a_compiler_may_have_arguments(tmp_path):
+    code = "from accord.engine.generate.native import _library; print(_library() is not None)"
+    assert finish(start(code, tmp_path, CC="cc -DUNUSED")) == ["True"]
+    assert finish(start(code, tmp_path, CC="cc '"))[-1] == "False"
+
+
 def test_processes_that_compile_at_once_have_one_library_and_one_that_was_cut_short_is_made_again(tmp_path):
     first, second = (start(LOAD, tmp_path) for _ in range(2))
     assert finish(first) == finish(second) == ["[[1.0, 1.0, 1.0, 1.0]]"]

@@ -410,6 +410,24 @@ def test_a_cache_that_never_fits_is_refused_with_what_would(monkeypatch):
     assert sampler.cache.nbytes == sum(tensor.nbytes for tensor in (*sampler.cache.keys, *sampler.cache.values))
 
 
+def test_a_cache_that_was_interrupted_while_it_grew_is_usable(monkeypatch):
+    sampler = generator()
+    wanted = ids(sampler, ragged())
+    zeros, made = torch.zeros, []
+
+    def interrupted(*shape, **options):
+        made.append(shape)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return zeros(*shape, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_cache_module.torch, "zeros", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.cache.reserve(9, 200)
+    assert sampler.cache.nbytes == 0 and ids(sampler, ragged()) == wanted
+
+
 def test_another_error_of_the_allocator_is_not_hidden(monkeypatch):
     monkeypatch.setattr(kv_cache_module, "torch", ScarceMemory(failures=1, text="something else"))
     cache = KeyValueCache(generator().decoder.spec, torch.float32, torch.device("cpu"))
@@ -426,7 +444,9 @@ def test_prompt_and_answer_beyond_a_limit_are_refused_with_the_cure():
     assert sampler.context_length == 256
     limited = generator_of(generator().module, max_tokens=50)
     assert limited.context_length == 50
-    with pytest.raises(ConfigError, match=r"engine.max_out_tokens is 50. Lower generate.max_new_tokens to 10"):
+    with pytest.raises(
+        ConfigError, match=r"engine.max_out_tokens is 50. Lower generate.max_new_tokens to 10, or raise engine.max_out_tokens"
+    ):
         limited.generate([[5], [5] * 40], SamplingParams(max_new_tokens=11))
     rollout = limited.generate([[5] * 40], SamplingParams(max_new_tokens=10, temperature=0))[0]
     assert rollout.token_ids == greedy_of(limited.module, [[5] * 40], 10)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from accord.data.packing import pack_trees
 from accord.data.records import Message, Prompt
 from accord.engine.trained import count_targets
 from accord.errors import AccordError, ConfigError, DataError, NonFiniteError
+from accord.trainers.ppo_models import check_lengths
 from tests.trainers.ppo_setup import GivenAnswers, function, largest_difference, trainer, weights
 
 
@@ -513,3 +515,17 @@ def test_a_prompt_may_be_a_text_a_row_a_record_or_an_example(make):
     for wrong in (3, None, [1, 2]):
         with pytest.raises(DataError, match="a prompt is a text"):
             ppo.make_experience([wrong])
+
+
+def test_prompts_and_answers_beyond_max_out_tokens_are_refused_at_the_start():
+    config = SimpleNamespace(
+        generate=SimpleNamespace(max_new_tokens=16),
+        engine=SimpleNamespace(max_out_tokens=33),
+        train=SimpleNamespace(max_tokens=100),
+    )
+    loaded = SimpleNamespace(
+        module=SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace))
+    )  # no limit of its own
+    check_lengths(config, 17, loaded, loaded)
+    with pytest.raises(ConfigError, match=r"that is 34, but engine.max_out_tokens is 33. Raise it to 34"):
+        check_lengths(config, 18, loaded, loaded)

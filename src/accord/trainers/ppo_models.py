@@ -126,6 +126,9 @@ def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, crit
                 f"{said}, but the {name} takes {limit:,}. Lower data.max_length to {max(1, limit - config.generate.max_new_tokens):,} "
                 "or lower generate.max_new_tokens."
             )
+    most = config.engine.max_out_tokens
+    if most is not None and needed > most:
+        raise ConfigError(f"{said}, but engine.max_out_tokens is {most:,}. Raise it to {needed:,}, or leave it out.")
     if needed > config.train.max_tokens:
         raise ConfigError(f"{said}, but train.max_tokens is {config.train.max_tokens:,}. Raise it to {needed:,}.")
 

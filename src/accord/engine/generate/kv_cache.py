@@ -56,6 +56,9 @@ class KeyValueCache:
             return
         try:
             self._resize(slots, capacity)
+        except KeyboardInterrupt:
+            self.release()  # some layers have grown and others not
+            raise
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise

@@ -43,6 +43,8 @@ def check_lengths(
                 cure = (
                     f"Lower generate.max_new_tokens to {limit - len(prompt):,}." if len(prompt) < limit else "Shorten the prompt."
                 )
+                if limit == max_tokens != context:
+                    cure = f"{cure[:-1]}, or raise engine.max_out_tokens."
                 raise ConfigError(
                     f"a prompt of {len(prompt):,} tokens with generate.max_new_tokens={p.max_new_tokens:,} needs "
                     f"{needed:,} tokens of context but {has.format(limit)}. {cure}"

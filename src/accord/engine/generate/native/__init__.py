@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -133,7 +134,7 @@ def _library() -> ctypes.CDLL | None:
             _compile(compiler, path)
         _share_openmp()
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: CC with a quote left open
         detail = getattr(error, "stderr", None) or error
         log.warning(
             "The generation kernels could not be built (%s): torch's own operations are used, slower.", str(detail).strip()[:300]
@@ -153,13 +154,14 @@ def _digest(content: bytes) -> bytes:
 
 def _compile(compiler: str, path: Path) -> None:
     """Written beside and renamed: another process sees the whole library or none."""
+    command = shlex.split(compiler)  # CC="ccache gcc"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         objects = []
         for dtype in ("FLOAT32", "BFLOAT16"):
             objects.append(f"{work}/{dtype}.o")
             subprocess.run(
-                [compiler, *_FLAGS, f"-D{dtype}", "-c", str(_SOURCE), "-o", objects[-1]],
+                [*command, *_FLAGS, f"-D{dtype}", "-c", str(_SOURCE), "-o", objects[-1]],
                 check=True,
                 capture_output=True,
                 text=True,
@@ -168,7 +170,7 @@ def _compile(compiler: str, path: Path) -> None:
         # Linked without OpenMP: its functions are those of the runtime that torch has loaded. Two runtimes would fight for the cores.
         built = f"{work}/kernels.so"
         subprocess.run(
-            [compiler, "-shared", *objects, "-o", built, "-lm"], check=True, capture_output=True, text=True, timeout=120
+            [*command, "-shared", *objects, "-o", built, "-lm"], check=True, capture_output=True, text=True, timeout=120
         )
         with open(built, "r+b") as library:
             library.write(_digest(library.read()))  # at its end, where the loader does not look
