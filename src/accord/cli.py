@@ -319,7 +319,7 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
     except AccordError as error:
         if debug:
             _traceback(error)
-        _say(f"error: {error}")
+        _say(str(error) if isinstance(error, Interrupted) else f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         _say("interrupted")
