@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from accord.errors import AccordError, ConfigError
+from accord.errors import AccordError, ConfigError, Interrupted
 
 app = typer.Typer(
     name="accord",
