@@ -118,7 +118,7 @@ def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def segment_attention(
-    module: nn.Module,
+    module: nn.Module | None,  # only read without a layout
     query: Tensor,  # [1, heads, T, d]
     key: Tensor,  # [1, key heads, T, d]
     value: Tensor,  # [1, key heads, T, d]
@@ -134,6 +134,7 @@ def segment_attention(
     if accord_layout is None:
         if softcap is not None:
             return _plain_softcap(module, query, key, value, attention_mask, scaling, softcap), None
+        assert module is not None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
         )

@@ -207,8 +207,10 @@ def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes) -> dict[str, Any
 
 
 def _explain_nonfinite(error: NonFiniteError, run: RunFolder, stage: str, step: int) -> NonFiniteError:
+    if not hasattr(error, "batch"):  # met while sampling: no row and no learning rate is to blame
+        return NonFiniteError(f"{stage} step {step}: {error}")
     path = run.folder / f"nonfinite-step-{step}.json"
-    write_atomically(path, json.dumps({"stage": stage, "step": step, "batch": getattr(error, "batch", [])}).encode())
+    write_atomically(path, json.dumps({"stage": stage, "step": step, "batch": error.batch}).encode())
     return NonFiniteError(
         f"{stage} step {step}: {error}. The batch is in {path}. Lower train.lr, look at the rows of this batch, "
         "or set train.on_nonfinite=skip to leave such steps out."

@@ -69,5 +69,5 @@ def prompt_attention(
 ) -> Tensor:
     """[T, heads, d]: each prompt sees itself."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out, _ = segment_attention(None, q, k, v, None, layout, scaling=scaling, sliding_window=window, softcap=softcap)  # type: ignore[arg-type]
+    out, _ = segment_attention(None, q, k, v, None, layout, scaling=scaling, sliding_window=window, softcap=softcap)
     return out[0]

@@ -60,7 +60,7 @@ class Decoder:
     ) -> None:
         """Raises NoSpecError for parts that it can't apply."""
         self.spec, self.module = spec, module
-        weight: Tensor = spec.embed.weight  # type: ignore[assignment]
+        weight = spec.embed.weight
         self.device = weight.device
         self.dtype = dtype or weight.dtype
         if placement is None:
@@ -80,7 +80,7 @@ class Decoder:
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._seen: list[Any] = []
         self.fresh = False
-        self.releases = 0  # how often the copies were given back: they have other addresses since
+        self.moves = 0  # how often what a recorded step points to has moved: tensors given back or replaced, adapters switched
 
     @property
     def vocabulary(self) -> int:
@@ -103,7 +103,9 @@ class Decoder:
                 projection.refresh()
             for norm in self._norms():
                 norm.refresh()
-        self._seen, self.fresh = self._versions(), True
+        before, self._seen, self.fresh = self._seen, self._versions(), True
+        if self.placement == "shared" and [now[0] for now in self._seen] != [then[0] for then in before]:
+            self.moves += 1
 
     def refresh_if_changed(self) -> bool:
         """Refresh when a parameter was replaced or written to since the last time. (Writing through `.data` leaves no trace.)"""
@@ -117,16 +119,18 @@ class Decoder:
         for projection in self._projections():
             projection.release()
         self._tables.clear()
-        self.fresh, self.releases = False, self.releases + 1
+        self.fresh, self.moves = False, self.moves + 1
 
     def _versions(self) -> list[Any]:
         parts: list[Any] = [part for part in self.module.modules() if hasattr(part, "_disable_adapters")]
         adapters = [
             (
-                part.disable_adapters,
-                [*part.active_adapters],
-                [*getattr(part, "merged_adapters", ())],
-                {**getattr(part, "scaling", {})},
+                (
+                    part.disable_adapters,
+                    [*part.active_adapters],
+                    [*getattr(part, "merged_adapters", ())],
+                    {**getattr(part, "scaling", {})},
+                ),
             )
             for part in parts
         ]
@@ -154,7 +158,7 @@ class Decoder:
         spec = self.spec
         h = spec.embed(step.ids)
         if spec.embed_positions is not None:
-            h = h + F.embedding(step.positions + spec.position_offset, spec.embed_positions.weight)  # type: ignore[arg-type]
+            h = h + F.embedding(step.positions + spec.position_offset, spec.embed_positions.weight)
         h = h.to(self.dtype)
         rotations = {
             name: self._rotation(name, step.positions, cache.capacity) for name in {layer.rotary for layer in spec.layers} if name

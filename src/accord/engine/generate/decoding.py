@@ -102,33 +102,36 @@ class DecoderGenerator:
         """
         every = params_of_each(params, len(prompts))
         check_lengths(prompts, every, context_length(self.module), self.max_tokens)
-        self.prepare()
-        if self.decoder is None or not prompts:
-            return self.plain.generate(prompts, every, seeds=seeds, on_token=on_token)
-        numbers = seeds_of_each(every, seeds).tolist()
-        requests = [
-            Request(i, tuple(prompt), p, seed, on_token)
-            for i, (prompt, p, seed) in enumerate(zip(prompts, every, numbers, strict=True))
-        ]
-        # Longest first: what is started last is short, and leaves few slots idle at the end. The order of equals stays.
-        if self.longest_first:
-            requests.sort(key=lambda request: -(len(request.prompt) + request.params.max_new_tokens))
-        rollouts: list[Rollout | None] = [None] * len(prompts)
-        with self._alone(), torch.autocast(self.cache.device.type, enabled=False), _evaluation(self.module):
+        with self._alone():
+            self.prepare()
+            if self.decoder is None or not prompts:
+                return self.plain.generate(prompts, every, seeds=seeds, on_token=on_token)
+            numbers = seeds_of_each(every, seeds).tolist()
+            requests = [
+                Request(i, tuple(prompt), p, seed, on_token)
+                for i, (prompt, p, seed) in enumerate(zip(prompts, every, numbers, strict=True))
+            ]
+            # Longest first: what is started last is short, and leaves few slots idle at the end. The order of equals stays.
+            if self.longest_first:
+                requests.sort(key=lambda request: -(len(request.prompt) + request.params.max_new_tokens))
             try:
-                self.prepare()
-                slots, longest = self._slots(requests)
-                self.cache.start(slots, longest)
-                scheduler = Scheduler(self.decoder, self.forward, self.cache, self.tokenizer, slots)
-                for request in requests:
-                    scheduler.add(request)
-                while scheduler.busy:
-                    for number, rollout in scheduler.step():
-                        rollouts[number] = rollout
+                return self._run(self.decoder, requests)
             finally:
                 if self.release_cache:
                     self.release()
-        return [rollout for rollout in rollouts if rollout is not None]
+
+    def _run(self, decoder: Decoder, requests: Sequence[Request]) -> list[Rollout]:
+        """The answers by the requests' numbers."""
+        slots, longest = self._slots(requests)
+        self.cache.start(slots, longest)
+        scheduler = Scheduler(decoder, self.forward, self.cache, self.tokenizer, slots)
+        for request in requests:
+            scheduler.add(request)
+        rollouts: dict[int, Rollout] = {}
+        with torch.autocast(self.cache.device.type, enabled=False), _evaluation(self.module):
+            while scheduler.busy:
+                rollouts |= scheduler.step()
+        return [rollouts[number] for number in range(len(requests))]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

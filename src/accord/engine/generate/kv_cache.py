@@ -30,6 +30,7 @@ class KeyValueCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.slots = self.capacity = 0
+        self.moves = 0  # how often its tensors have been replaced
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +91,7 @@ class KeyValueCache:
                 new = torch.zeros(shape, dtype=self.dtype, device=self.device)
                 new[: old.shape[0], :, : old.shape[2]] = old
                 stores[i] = new
-        self.slots, self.capacity = slots, capacity
+        self.slots, self.capacity, self.moves = slots, capacity, self.moves + 1
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         """keys, values [T, key-value heads, head dim] of the tokens at (slots [T], positions [T]), into a plain cache."""
@@ -107,6 +108,7 @@ class KeyValueCache:
         """Give the memory back to the system."""
         self.keys, self.values = [], []
         self.slots = self.capacity = 0
+        self.moves += 1
         collect()
 
 

@@ -2,7 +2,7 @@
 
 - *shared*: the modules themselves, on the very tensors that are trained; a LoRA adapter is applied on the fly.
 - *copied*: one matrix for modules that stand side by side, in the decoder's type; an adapter is merged into the copy.
-- *packed*: a copy in oneDNN's blocked layout (CPU). A product with few rows, as in decoding, runs 1.3 to 2 times faster on it.
+- *packed*: a copy in oneDNN's blocked layout (CPU). A product with few rows, as in decoding, runs faster on it.
 
 Copies are renewed by `refresh()` after the weights have changed; the training weights are never touched.
 """

@@ -157,16 +157,18 @@ class Scheduler:
         slots, budget = self.slots, PREFILL_TOKENS
         at = {request.prompt: slot for slot, request in enumerate(slots.requests)} if self.waiting else {}
         fresh: list[Request] = []
+        entering: set[tuple[int, ...]] = set()
         while self.waiting and len(slots) + len(fresh) < self.max_slots:
             request = self.waiting[0]
             source = at.get(request.prompt)
-            if source is None and request.prompt not in {r.prompt for r in fresh}:
+            if source is None and request.prompt not in entering:
                 if fresh and len(request.prompt) > budget:
                     break
                 budget -= len(request.prompt)
             self.waiting.popleft()
             if source is None:
                 fresh.append(request)
+                entering.add(request.prompt)
                 continue
             self._enter(request)  # reads its last prompt token as if it had been sampled
             slot, known = len(slots) - 1, len(request.prompt) - 1
@@ -190,9 +192,7 @@ class Scheduler:
 
     def _enter(self, request: Request) -> None:
         self.slots.append(request)
-        self._sampling = None
-        if request.params.repetition_penalty != 1 or self._seen is not None:
-            self._mark_seen()
+        self._sampling = self._seen = None  # made anew for all that enter in this step
 
     def _leave(self, slot: int) -> None:
         last = self.slots.remove(slot)
@@ -205,7 +205,7 @@ class Scheduler:
             self._seen = self._seen[:last] if last else None
 
     def _mark_seen(self) -> None:
-        """[slots, V] made anew when a sequence comes: penalties are rare, and their tables large."""
+        """[slots, V] made only when a sequence has a penalty: they are rare, and the table is large."""
         vocabulary = self.decoder.vocabulary
         seen = torch.zeros(len(self.slots), vocabulary, dtype=torch.bool, device=self.decoder.device)
         for slot, request in enumerate(self.slots.requests):
@@ -246,6 +246,8 @@ class Scheduler:
         slots, n = self.slots, len(self.slots)
         if self._sampling is None:
             self._sampling = RowSampling.of([request.params for request in slots.requests], logits.device)
+        if self._sampling.repetition_penalty is not None and self._seen is None:
+            self._mark_seen()
         u = torch.from_numpy(slots.uniform(n)).to(logits.device)
         chosen, chosen_logprobs = choose(logits, self._sampling, u, seen=self._seen, forbidden=self._forbidden(logits))
         if self._seen is not None:

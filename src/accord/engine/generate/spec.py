@@ -59,8 +59,8 @@ class DecoderSpec:
     """A whole model."""
 
     layers: tuple[LayerSpec, ...]
-    embed: nn.Module
-    embed_positions: nn.Module | None  # learned positions
+    embed: nn.Embedding
+    embed_positions: nn.Embedding | None  # learned positions
     position_offset: int
     final_norm: Norm | None
     head: nn.Module
