@@ -529,3 +529,12 @@ def test_prompts_and_answers_beyond_max_out_tokens_are_refused_at_the_start():
     check_lengths(config, 17, loaded, loaded)
     with pytest.raises(ConfigError, match=r"that is 34, but engine.max_out_tokens is 33. Raise it to 34"):
         check_lengths(config, 18, loaded, loaded)
+
+
+def test_weights_that_are_no_numbers_are_told_without_advice_on_the_learning_rate(make):
+    ppo = make()
+    with torch.no_grad():
+        next(iter(ppo.policy.parameters.values())).fill_(math.nan)
+    with pytest.raises(NonFiniteError, match="ppo step 1: the model's logits are not finite") as caught:
+        ppo.train()
+    assert "train.lr" not in str(caught.value)
