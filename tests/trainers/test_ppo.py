@@ -532,7 +532,7 @@ def test_prompts_and_answers_beyond_max_out_tokens_are_refused_at_the_start():
 
 
 def test_weights_that_are_no_numbers_are_told_without_advice_on_the_learning_rate(make):
-    ppo = make()
+    ppo = make({"eval": {"at_start": False}})
     with torch.no_grad():
         next(iter(ppo.policy.parameters.values())).fill_(math.nan)
     with pytest.raises(NonFiniteError, match="ppo step 1: the model's logits are not finite") as caught:
