@@ -6,19 +6,9 @@ import random
 import pytest
 import torch
 
-from accord.algorithms.losses import (
-    CERTAIN,
-    dpo_loss,
-    log_odds,
-    mse_reward_loss,
-    orpo_loss,
-    pairwise_reward_loss,
-    ppo_policy_loss,
-    ppo_value_loss,
-    rpo_term,
-    sft_loss,
-    simpo_loss,
-)
+from accord.algorithms.losses import ppo_policy_loss, ppo_value_loss, sft_loss
+from accord.algorithms.preference_losses import CERTAIN, dpo_loss, log_odds, orpo_loss, rpo_term, simpo_loss
+from accord.algorithms.reward_losses import mse_reward_loss, pairwise_reward_loss
 
 
 def numbers(n: int, seed: int, scale: float = 1.0) -> list[float]:

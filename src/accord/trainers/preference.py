@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accord.algorithms.losses import DPOStats, dpo_loss, orpo_loss, rpo_term, simpo_loss
+from accord.algorithms.preference_losses import DPOStats, dpo_loss, orpo_loss, rpo_term, simpo_loss
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accord.algorithms.losses import mse_reward_loss, pairwise_reward_loss
+from accord.algorithms.reward_losses import mse_reward_loss, pairwise_reward_loss
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel
