@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from accord.algorithms.losses import ppo_policy_loss, ppo_value_loss, sft_loss
-from accord.algorithms.preference_losses import CERTAIN, dpo_loss, log_odds, orpo_loss, rpo_term, simpo_loss
+from accord.algorithms.preference_losses import (
+    CERTAIN,
+    dpo_loss,
+    kto_loss,
+    kto_reference_point,
+    log_odds,
+    orpo_loss,
+    rpo_term,
+    scheduled_beta,
+    simpo_loss,
+)
 from accord.algorithms.reward_losses import mse_reward_loss, pairwise_reward_loss
 
 
@@ -257,6 +267,53 @@ def test_simpo_and_orpo_rank_answers_by_what_takes_the_place_of_the_reward():
     assert simpo.chosen_rewards.tolist() == pytest.approx([2 * w[i] / lw[i] for i in range(8)])
     odds = [math.log(math.exp(lo[i] / ll[i]) / (1 - math.exp(lo[i] / ll[i]))) for i in range(8)]
     assert orpo.rejected_rewards.tolist() == pytest.approx(odds, rel=1e-12)
+
+
+@pytest.mark.parametrize("z0", [0.0, 1.7])
+def test_kto_and_its_gradient_against_a_loop(z0):
+    logps, reference, weights = numbers(9, 1, 4.0), numbers(9, 2, 4.0), positive_weights(9)
+    desirable = [i % 3 > 0 for i in range(9)]
+    expected, slopes = [], []
+    for p, r, good in zip(logps, reference, desirable, strict=True):
+        x = BETA * (p - r) - BETA * z0
+        expected.append(1.2 * (1 - sigma(x)) if good else 0.8 * (1 - sigma(-x)))
+        slopes.append((-1.2 if good else 0.8) * BETA * sigma(x) * sigma(-x))
+    policy = tensor(logps).requires_grad_()
+    loss, stats = kto_loss(
+        policy, tensor(reference), torch.tensor(desirable), tensor(z0), tensor(weights), BETA,
+        desirable_weight=1.2, undesirable_weight=0.8,
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(loss, policy)
+    assert stats.losses.tolist() == pytest.approx(expected, rel=1e-12) and not stats.losses.requires_grad
+    assert stats.rewards.tolist() == pytest.approx([BETA * (p - r) for p, r in zip(logps, reference, strict=True)])
+    assert loss.item() == pytest.approx(sum(w * e for w, e in zip(weights, expected, strict=True)), rel=1e-12)
+    assert gradient.tolist() == pytest.approx([w * s for w, s in zip(weights, slopes, strict=True)], rel=1e-11)
+
+
+def test_the_reference_point_of_kto_is_a_mean_that_is_never_negative_and_has_no_gradient():
+    policy = tensor([-3.0, -5.0, -1.0]).requires_grad_()
+    assert kto_reference_point(policy, tensor([-4.0, -5.5, -2.0])).item() == pytest.approx(2.5 / 3)
+    assert kto_reference_point(policy, tensor([-1.0, -1.0, -1.0])).item() == 0
+    assert not kto_reference_point(policy, tensor([-4.0, -5.0, -2.0])).requires_grad
+    assert kto_reference_point(tensor([]), tensor([])).item() == 0
+
+
+@pytest.mark.parametrize("far", [1e3, 1e6])
+def test_kto_is_bounded_far_out(far):
+    policy = tensor([far, -far, far, -far]).requires_grad_()
+    loss, stats = kto_loss(policy, torch.zeros_like(policy), torch.tensor([True, True, False, False]), tensor(0.0), torch.ones_like(policy) / 4, 1.0)  # fmt: skip
+    loss.backward()
+    assert stats.losses.tolist() == pytest.approx([0, 1, 1, 0], abs=1e-12) and torch.isfinite(policy.grad).all()
+    with pytest.raises(ValueError, match="beta must be positive"):
+        kto_loss(policy, policy, torch.tensor([True] * 4), tensor(0.0), policy, 0.0)
+
+
+def test_beta_goes_from_its_start_to_its_end_by_a_line_or_half_a_cosine():
+    assert [scheduled_beta(step, 5, 0.1, None, "linear") for step in (0, 1, 5)] == [0.1] * 3
+    assert [scheduled_beta(step, 5, 0.1, 0.5, "linear") for step in range(6)] == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4, 0.5])
+    cosine = [scheduled_beta(step, 5, 0.5, 0.1, "cosine") for step in range(1, 6)]
+    assert cosine == pytest.approx([0.5, 0.5 - 0.4 * (1 - math.sqrt(0.5)) / 2, 0.3, 0.1 + 0.4 * (1 - math.sqrt(0.5)) / 2, 0.1])
+    assert scheduled_beta(1, 1, 0.1, 0.5, "linear") == 0.1
 
 
 def test_the_family_refuses_what_is_not_defined():

@@ -37,7 +37,7 @@ def refused(path: Path, text: str, name: str = "mine.yaml") -> list[str]:
         ("run.seed=true", "run.seed: expected a whole number of at least 0, got true."),
         ("data.shuffle=1", "data.shuffle: expected true or false, got 1."),
         ("data.shuffle=yes", "data.shuffle: expected true or false, got 'yes'."),
-        ("dpo.loss_type=sigmoidal", "dpo.loss_type: expected one of sigmoid, ipo, hinge, robust, simpo, orpo, got 'sigmoidal'. Did you mean sigmoid?"),
+        ("dpo.loss_type=sigmoidal", "dpo.loss_type: expected one of sigmoid, ipo, hinge, robust, simpo, orpo, kto, got 'sigmoidal'. Did you mean sigmoid?"),
         ("model.path=3", 'model.path: expected text or null, got 3. For text write it in quotes: "3".'),
         ("data.holdout=1", "data.holdout: expected a number of at least 0 and less than 1, got 1."),
         ("train.betas=[0.9]", "train.betas.1: is needed."),
@@ -72,7 +72,6 @@ def test_keys_of_what_is_not_built_are_unknown():
         "launch",
         "data.workers",
         "critic.share_trunk",
-        "reference.precompute",
         "train.offload",
     ):
         with pytest.raises(ConfigError, match="no such key"):

@@ -52,6 +52,10 @@ def pairs(n: int = 12) -> list[dict[str, Any]]:
     ]
 
 
+def labelled(n: int = 12) -> list[dict[str, Any]]:
+    return [{"prompt": sentence(i, 3 + i % 4), "completion": sentence(i + 50, 2 + i % 5), "label": i % 3 > 0} for i in range(n)]
+
+
 def scored(n: int = 12) -> list[dict[str, Any]]:
     return [{"user_input": sentence(i, 3), "completion": sentence(i + 50, 4), "score": float(i % 6)} for i in range(n)]
 
@@ -66,6 +70,12 @@ STAGES = {
     "dpo-robust": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "loss_type": "robust", "label_smoothing": 0.1}}),
     "dpo-simpo": (DPOTrainer, pairs, {"dpo": {"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 0.5}}),
     "dpo-orpo": (DPOTrainer, pairs, {"dpo": {"loss_type": "orpo", "orpo_lambda": 0.3}}),
+    "dpo-mix": (
+        DPOTrainer,
+        pairs,
+        {"dpo": {"beta": 0.5, "loss_weights": {"sigmoid": 0.75, "hinge": 0.5}, "label_smoothing": 0.1}},
+    ),
+    "dpo-kto": (DPOTrainer, labelled, {"dpo": {"beta": 0.5, "loss_type": "kto", "undesirable_weight": 1.5}}),
     "dpo-rpo": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "rpo_alpha": 1.5}}),
 }
 

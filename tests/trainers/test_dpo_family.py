@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from accord.trainers import preference
+from accord.trainers import preference, reference
 from tests.trainers.runs import trainer
 
-FAMILY = ["dpo", "dpo-ipo", "dpo-hinge", "dpo-robust", "dpo-simpo", "dpo-orpo", "dpo-rpo"]
+FAMILY = ["dpo", "dpo-ipo", "dpo-hinge", "dpo-robust", "dpo-simpo", "dpo-orpo", "dpo-rpo", "dpo-mix"]
 WITHOUT_REFERENCE = ["dpo-simpo", "dpo-orpo"]
 
 
@@ -46,6 +46,7 @@ def plain_loss(kind: str, logps: torch.Tensor, lengths: torch.Tensor, reference:
         "dpo-simpo": -F.logsigmoid(2 * p[0::2] - 2 * p[1::2] - 0.5),
         "dpo-orpo": -p[0::2] - 0.3 * F.logsigmoid(odds[0::2] - odds[1::2]),
         "dpo-rpo": -F.logsigmoid(z) - 1.5 * p[0::2],
+        "dpo-mix": -0.75 * (0.9 * F.logsigmoid(z) + 0.1 * F.logsigmoid(-z)) + 0.5 * (1 - z).clamp(min=0),
     }
     return losses[kind].mean()
 
@@ -104,6 +105,7 @@ def test_the_first_step_has_the_known_loss_and_no_margin(kind, loss, lora, preci
 @pytest.mark.parametrize("kind", WITHOUT_REFERENCE)
 def test_a_loss_without_a_reference_loads_and_asks_none(kind, lora, tiny_folder, tmp_path, monkeypatch):
     loads, load = [], preference.load_causal
+    monkeypatch.setattr(reference, "load_causal", lambda *args, **kwargs: pytest.fail("loaded a reference"))
     monkeypatch.setattr(preference, "load_causal", lambda *args, **kwargs: loads.append(args) or load(*args, **kwargs))
     t = trainer(kind, tiny_folder("llama"), tmp_path, {"model": {"lora": lora}})
     asked, read = [], t.model.token_logprobs
@@ -118,7 +120,7 @@ def test_a_loss_without_a_reference_loads_and_asks_none(kind, lora, tiny_folder,
 
 @pytest.mark.parametrize("kind", WITHOUT_REFERENCE)
 def test_a_new_model_is_not_copied_for_a_loss_without_a_reference(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(preference, "_copy_of", lambda model: pytest.fail("copied"))
+    monkeypatch.setattr(reference, "reference_for", lambda config, model: pytest.fail("copied"))
     scratch = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
     t = trainer(kind, None, tmp_path, {"model": {"path": None, "from_scratch": scratch}})
     assert math.isfinite(t.step(1)["dpo/loss"])

@@ -83,7 +83,7 @@ def test_reward_loss_and_scores_are_those_of_a_plain_classifier(tiny_folder, tmp
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_dpo_starts_at_ln_2_exactly(precision, lora, tiny_folder, tmp_path):
     t = trainer("dpo", tiny_folder("llama"), tmp_path, {"train": {"precision": precision}, "model": {"lora": lora}})
-    assert (t.reference is None) == (lora is not None)  # LoRA needs no second copy
+    assert (t.reference.frozen is None) == (lora is not None)  # LoRA needs no second copy
     metrics = t.step(1)
     assert metrics["dpo/loss"] == pytest.approx(math.log(2), abs=1e-12)
     assert metrics["dpo/loss/min"] == pytest.approx(math.log(2), abs=1e-12)

@@ -1,4 +1,4 @@
-"""The losses of the DPO family (docs/algorithms/dpo.md).
+"""The losses of the DPO family (docs/algorithms/dpo.md), and how β moves over a run.
 
 Every function returns a sum over its items, each counted by its weight. The caller chooses the weights so that they sum to 1 over the
 whole optimizer step; then any split into packs or micro-batches gives the same gradient.
@@ -6,6 +6,7 @@ whole optimizer step; then any split into packs or micro-batches gives the same 
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -174,3 +175,64 @@ def rpo_term(
     same_shape(chosen_logps=chosen_logps, chosen_lengths=chosen_lengths, weights=weights)
     losses = -alpha * chosen_logps / chosen_lengths
     return (weights * losses).sum(), losses.detach()
+
+
+class KTOStats(NamedTuple):
+    """What a KTO step reports of each answer, without gradient."""
+
+    losses: Tensor  # [S]
+    rewards: Tensor  # [S] β h
+
+
+def kto_reference_point(
+    logps: Tensor,  # [n] log π(y_j | x_i) of mismatched answers: x_i with the answer y_j of another example
+    ref_logps: Tensor,  # [n] log π_ref(y_j | x_i)
+) -> Tensor:
+    """z0, an estimate of KL(π ‖ π_ref) from which gains and losses are felt: Ethayarajh et al. 2024 (arXiv:2402.01306), §4.1.
+
+        z0 = max(0, mean_i (log π(y_j | x_i) - log π_ref(y_j | x_i)))
+
+    A scalar without gradient; 0 for no answers. The mean is over the whole optimizer step. Raises ValueError if the shapes differ.
+    """
+    same_shape(logps=logps, ref_logps=ref_logps)
+    if not len(logps):
+        return logps.new_zeros(())
+    return (logps - ref_logps).detach().mean().clamp(min=0)
+
+
+def kto_loss(
+    logps: Tensor,  # [S] log π(y | x), summed over response tokens (in float64)
+    ref_logps: Tensor,  # [S] log π_ref(y | x)
+    desirable: Tensor,  # [S] bool: the answer is one to learn from, not one to unlearn
+    reference_point: Tensor,  # [] z0
+    weights: Tensor,  # [S] what each answer counts for; sums to 1 over the whole optimizer step
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Tensor, KTOStats]:
+    """Kahneman–Tversky optimisation on single answers: Ethayarajh et al. 2024 (arXiv:2402.01306), §4.1.
+
+        h = log π(y|x) - log π_ref(y|x),   z = β z0
+        desirable:    λ_D (1 - σ(β h - z))
+        undesirable:  λ_U (1 - σ(z - β h))
+
+    λ_D, λ_U are `desirable_weight`, `undesirable_weight`; the paper advises λ_D n_D / (λ_U n_U) between 1 and 3/2.
+    Returns Σ_i w_i · loss_i and, per answer and without gradient, the loss and the implicit reward β h.
+    Raises ValueError if the shapes differ or β is not positive.
+    """
+    same_shape(logps=logps, ref_logps=ref_logps, desirable=desirable, weights=weights)
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    rewards = beta * (logps - ref_logps)
+    gain = rewards - beta * reference_point
+    losses = torch.where(desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
+    return (weights * losses).sum(), KTOStats(losses.detach(), rewards.detach())
+
+
+def scheduled_beta(step: int, total_steps: int, start: float, end: float | None, shape: Literal["linear", "cosine"]) -> float:
+    """β of `step` (1-based): `start` at step 1, `end` at the last one, between them a line or half a cosine. `end` None: `start`."""
+    if end is None or total_steps < 2:
+        return start
+    progress = min(max(step - 1, 0) / (total_steps - 1), 1.0)
+    moved = progress if shape == "linear" else 0.5 * (1 - math.cos(math.pi * progress))
+    return start + (end - start) * moved

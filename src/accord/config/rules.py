@@ -117,16 +117,17 @@ def an_adaptive_controller_needs_something_to_adapt(config: Config) -> Iterator[
 @rule
 def label_smoothing_is_for_sigmoid_and_robust(config: Config) -> Iterator[Refusal]:
     dpo = config.dpo
-    if dpo.loss_type not in ("sigmoid", "robust") and dpo.label_smoothing > 0:
+    if not {"sigmoid", "robust"} & dpo.mix.keys() and dpo.label_smoothing > 0:
+        name = f"the {dpo.loss_type} loss" if dpo.loss_weights is None else f"a mix of {', '.join(dpo.mix)}"
         yield Refusal(
             ("dpo", "label_smoothing"),
-            f"the {dpo.loss_type} loss has no label smoothing. Set it to 0, or use dpo.loss_type=sigmoid or robust.",
+            f"{name} has no label smoothing. Set it to 0, or use dpo.loss_type=sigmoid or robust.",
         )
 
 
 @rule
 def robust_needs_a_share_of_swapped_labels(config: Config) -> Iterator[Refusal]:
-    if config.dpo.loss_type == "robust" and config.dpo.label_smoothing == 0:
+    if "robust" in config.dpo.mix and config.dpo.label_smoothing == 0:
         yield Refusal(
             ("dpo", "label_smoothing"),
             "at 0 robust is the sigmoid loss. Set it to the share of labels that may be swapped, such as 0.1, "
@@ -137,14 +138,68 @@ def robust_needs_a_share_of_swapped_labels(config: Config) -> Iterator[Refusal]:
 @rule
 def a_setting_of_one_dpo_loss_is_for_that_loss(config: Config) -> Iterator[Refusal]:
     dpo = config.dpo
-    for key, loss_type in (("simpo_gamma", "simpo"), ("orpo_lambda", "orpo")):
+    for key, loss_type in (
+        ("simpo_gamma", "simpo"),
+        ("orpo_lambda", "orpo"),
+        ("desirable_weight", "kto"),
+        ("undesirable_weight", "kto"),
+    ):
         if dpo.loss_type != loss_type and getattr(dpo, key) != type(dpo).model_fields[key].default:
             yield Refusal(
                 ("dpo", key), f"does nothing with dpo.loss_type={dpo.loss_type}. Leave it out, or use dpo.loss_type={loss_type}."
             )
-    if dpo.loss_type == "orpo" and dpo.beta != type(dpo).model_fields["beta"].default:
+    for key in ("beta", "beta_end"):
+        if dpo.loss_type == "orpo" and getattr(dpo, key) != type(dpo).model_fields[key].default:
+            yield Refusal(
+                ("dpo", key), "does nothing with dpo.loss_type=orpo. Leave it out; dpo.orpo_lambda weighs the odds ratio."
+            )
+    if dpo.loss_type == "kto" and dpo.rpo_alpha is not None:
+        yield Refusal(("dpo", "rpo_alpha"), "is for pairs: kto's answers have no chosen one. Leave it out.")
+
+
+@rule
+def a_mix_of_dpo_losses_is_a_mix(config: Config) -> Iterator[Refusal]:
+    dpo = config.dpo
+    if dpo.loss_weights is None:
+        return
+    if dpo.loss_type != type(dpo).model_fields["loss_type"].default:
         yield Refusal(
-            ("dpo", "beta"), "does nothing with dpo.loss_type=orpo. Leave it out; dpo.orpo_lambda weighs the odds ratio."
+            ("dpo", "loss_type"), f"dpo.loss_weights takes its place: {dpo.loss_type} would not be used. Leave one of them out."
+        )
+    if not dpo.loss_weights:
+        yield Refusal(("dpo", "loss_weights"), "is empty. Name the losses, such as {sigmoid: 0.8, ipo: 0.2}, or leave it out.")
+
+
+@rule
+def a_schedule_of_beta_has_an_end(config: Config) -> Iterator[Refusal]:
+    dpo = config.dpo
+    if dpo.beta_end is None and dpo.beta_schedule != type(dpo).model_fields["beta_schedule"].default:
+        yield Refusal(("dpo", "beta_schedule"), "β goes nowhere without dpo.beta_end. Set it, or leave the schedule out.")
+
+
+@rule
+def kto_compares_within_a_step(config: Config) -> Iterator[Refusal]:
+    if config.stage != "dpo" or config.dpo.loss_type != "kto":
+        return
+    if config.train.batch_size < 2:
+        yield Refusal(
+            ("train", "batch_size"),
+            "kto measures its reference point on other examples of the step: one alone has none. Use 2 or more.",
+        )
+    if config.reference.precompute:
+        yield Refusal(
+            ("reference", "precompute"),
+            "kto asks the reference about answers of other examples, other ones in every step. Set it to false.",
+        )
+
+
+@rule
+def the_reference_is_computed_once_for_dpo(config: Config) -> Iterator[Refusal]:
+    if config.stage == "ppo" and config.reference.precompute:
+        yield Refusal(
+            ("reference", "precompute"),
+            "PPO's answers are new in every step: nothing can be computed before. Set it to false (in a pipeline give it to its stage: "
+            "stages.dpo.reference.precompute=true).",
         )
 
 
@@ -156,6 +211,7 @@ def a_loss_without_a_reference_is_given_none(config: Config) -> Iterator[Refusal
     for key, differs in (
         ("path", reference.path not in (None, model.path)),
         ("dtype", reference.dtype != model.dtype),
+        ("precompute", reference.precompute),
     ):
         if differs:
             yield Refusal(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
@@ -115,6 +115,10 @@ class Reference(Section):
         description="Where it is loaded from; with model.lora: the adapter as it was at the start, else the base.",
     )
     dtype: Dtype = Field(default="${model.dtype}", description="Type of its weights.")  # type: ignore[arg-type]
+    precompute: bool = Field(
+        default=False,
+        description="DPO: ask it once about every example before training, keep the answers on disk, and give its memory back.",
+    )
 
 
 class RewardModel(Section):
@@ -294,19 +298,29 @@ class Reward(Section):
     )
 
 
+ReferencedLoss = Literal["sigmoid", "ipo", "hinge", "robust"]  # on pairs, against a reference
+
+
 class DPO(Section):
     """Direct preference optimisation (Rafailov et al. 2023)."""
 
-    loss_type: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo"] = Field(
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = Field(
         default="sigmoid",
         description="sigmoid: DPO. ipo: squared loss on the mean log-ratio (Azar et al. 2023). hinge: no gradient beyond the margin "
         "(SLiC). robust: corrects for a share dpo.label_smoothing of swapped labels (Chowdhury et al. 2024). Without a reference: "
-        "simpo, mean log-probabilities (Meng et al. 2024); orpo, SFT with an odds ratio (Hong et al. 2024).",
+        "simpo, mean log-probabilities (Meng et al. 2024); orpo, SFT with an odds ratio (Hong et al. 2024). "
+        "kto: single answers marked desirable or not, or both sides of pairs (Ethayarajh et al. 2024).",
+    )
+    loss_weights: dict[ReferencedLoss, Positive] | None = Field(
+        default=None,
+        description="A mix that takes the place of dpo.loss_type: {sigmoid: 0.8, ipo: 0.2}; the losses' weighted sum.",
     )
     beta: Positive = Field(
         default=0.1,
         description="Strength of the pull towards the reference; 0.05–0.5 is usual. simpo: scale of the mean log-probabilities, near 2.",
     )
+    beta_end: Positive | None = Field(default=None, description="β moves from dpo.beta to this over the run; null: it stays.")
+    beta_schedule: Literal["linear", "cosine"] = Field(default="linear", description="The way β takes to dpo.beta_end.")
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         default=0.0, description="Assumed share ε of swapped labels; sigmoid (cDPO) and robust only."
     )
@@ -319,6 +333,16 @@ class DPO(Section):
         default=1.0, description="simpo: margin γ by which the chosen answer's reward should be the greater one."
     )
     orpo_lambda: Positive = Field(default=0.1, description="orpo: weight λ of the odds ratio beside the SFT loss.")
+
+    desirable_weight: Positive = Field(default=1.0, description="kto: weight λ_D of desirable answers.")
+    undesirable_weight: Positive = Field(default=1.0, description="kto: weight λ_U of undesirable answers.")
+
+    @property
+    def mix(self) -> dict[ReferencedLoss, float]:
+        """The losses on pairs with a reference, each with its weight; {} for the others."""
+        if self.loss_weights is not None:
+            return self.loss_weights
+        return {self.loss_type: 1.0} if self.loss_type in get_args(ReferencedLoss) else {}  # type: ignore[dict-item]
 
     @property
     def needs_reference(self) -> bool:

@@ -108,12 +108,13 @@ class TrainedModel(PackedModel):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """No gradient, no dropout."""
+        was_training = self.module.training
         self.module.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.module.train()
+            self.module.train(was_training)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:

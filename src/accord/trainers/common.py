@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,8 @@ from accord.models.save import save_adapter, save_model
 
 if TYPE_CHECKING:
     from accord.config import Config
+
+READ_AT_ONCE = 512  # examples
 
 Need = Literal["demonstration", "preference", "scored", "prompt", "text"]
 
@@ -88,6 +90,12 @@ def check_context(module: Any, max_length: int, key: str = "data.max_length") ->
 def batch_packs(examples: Sequence[Example], indices: Iterable[int], max_tokens: int) -> list[Pack]:
     """The packs of one optimizer step. Each pack's `tree_index` counts within `indices`."""
     return pack_trees([examples[i].tree for i in indices], max_tokens)
+
+
+def parts(size: int) -> Iterator[range]:
+    """0 … size - 1 in runs of at most `READ_AT_ONCE`: what is read whole (held-out data, a reference's table) is packed run by run."""
+    for start in range(0, size, READ_AT_ONCE):
+        yield range(start, min(start + READ_AT_ONCE, size))
 
 
 def labels_of(examples: Sequence[Example], indices: Sequence[int]) -> Tensor | None:

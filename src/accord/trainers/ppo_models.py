@@ -15,7 +15,7 @@ from accord.models.load import LoadedModel, load_scalar, load_tokenizer
 from accord.rewards import FunctionReward, ModelReward, Source
 from accord.rewards.base import unique_names
 from accord.rewards.model import same_tokens
-from accord.trainers.preference import reference_for
+from accord.trainers.reference import reference_for
 
 if TYPE_CHECKING:
     from torch import Tensor

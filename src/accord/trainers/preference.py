@@ -1,20 +1,21 @@
-"""Direct preference optimisation: learn from pairs without a reward model (ALGORITHMS §3)."""
+"""Direct preference optimisation: learn from pairs, or from answers marked good and bad, without a reward model (ALGORITHMS §3)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from accord.algorithms.preference_losses import DPOStats, dpo_loss, orpo_loss, rpo_term, simpo_loss
+from accord.algorithms.preference_losses import DPOStats, KTOStats, kto_reference_point, scheduled_beta
+from accord.data.dataset import Example
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel
-from accord.models.forward import FrozenModel
 from accord.models.load import load_causal
 from accord.track.run import RunFolder
 from accord.trainers.common import (
@@ -23,11 +24,13 @@ from accord.trainers.common import (
     export_trained,
     limited,
     load_data,
+    parts,
     save_trained,
-    spread,
     step_metrics,
 )
 from accord.trainers.loop import run_loop
+from accord.trainers.preference_loss import Answers, answer_loss, answer_metrics, mismatched, pair_loss, pair_metrics
+from accord.trainers.reference import Reference, Split
 
 if TYPE_CHECKING:
     from accord.config import Config
@@ -39,8 +42,9 @@ class DPOTrainer:
     """`with DPOTrainer(config, train_dataset, valid_dataset) as trainer: trainer.train()`.
 
     The reference is a frozen model beside the policy (`reference.path`, by default the model that training starts from); with LoRA
-    and no path of its own it is the policy's base, or the adapter as it was at the start: no second copy. simpo and orpo need no
-    reference: none is loaded.
+    and no path of its own it is the policy's base, or the adapter as it was at the start: no second copy. `reference.precompute` asks
+    it once before training and gives it back. simpo and orpo need no reference: none is loaded. kto learns from single answers
+    marked desirable or not, or from both sides of pairs.
     """
 
     stage = "dpo"
@@ -49,21 +53,22 @@ class DPOTrainer:
 
     def __init__(self, config: Config, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         self.config = config = config.for_stage(self.stage)
-        if config.dpo.loss_type == "simpo" and config.dpo.beta < 0.5:
+        self.settings = settings = config.dpo
+        if settings.loss_type == "simpo" and min(settings.beta, settings.beta_end or settings.beta) < 0.5:
             log.warning(
                 "dpo.beta=%s hardly tells answers apart with simpo, whose rewards are means per token. Near 2 is usual.",
-                config.dpo.beta,
+                min(settings.beta, settings.beta_end or settings.beta),
             )
-        self.encoder, self.examples, loaded = load_data(config, "preference", train_dataset, valid_dataset)
+        need = "labelled" if settings.loss_type == "kto" else "preference"
+        self.encoder, self.examples, loaded = load_data(config, need, train_dataset, valid_dataset)
+        self.held_out = limited(self.examples.valid, config.eval.max_examples)
         self.order = BatchOrder(len(self.examples.train), config.train.batch_size, config.run.seed, config.data.shuffle)
         self.total_steps = self.order.total_steps(config.train.epochs, config.train.max_steps)
         loaded = loaded or load_causal(config.model, seed=config.run.seed, trainable=True)
         loaded.tokenizer = self.encoder.tokenizer
         check_context(loaded.module, config.data.max_length)
         self.model = TrainedModel(loaded, config.train, total_steps=self.total_steps)
-        self.reference = reference_for(config, self.model) if config.dpo.needs_reference else None
-        # The reference never changes: its held-out numbers are computed once.
-        self._eval_reference: list[Tensor | None] | None = None
+        self.reference = Reference(config, self.model, self.examples.train, self.held_out) if settings.needs_reference else None
         self.samples: list[dict[str, Any]] = []
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
@@ -71,80 +76,88 @@ class DPOTrainer:
         return run_loop(self, run)
 
     def step(self, step: int) -> dict[str, float]:
-        """One optimizer step: the mean loss over all pairs of the batch."""
-        indices = self.order.batch(step)
-        packs = batch_packs(self.examples.train, indices, self.config.train.max_tokens)
-        collected = []
+        """One optimizer step: the mean loss over all pairs (kto: all answers) of the batch."""
+        numbers = self.order.batch(step)
+        packs = batch_packs(self.examples.train, numbers, self.config.train.max_tokens)
+        beta = self.beta(step)
+        z0 = self.reference_point(self.examples.train, numbers)
+        total = self._total(packs)
+        read: list[tuple[Any, Answers]] = []
         for pack in packs:
-            reference = self.reference_logps(pack)
-            logps = pack.sum_by_sequence(self.model.token_logprobs(pack).logprobs)
-            loss, stats = self._loss(pack, logps, reference, len(indices))
+            answers = self.read(pack, numbers, "train")
+            loss, stats = self._loss(answers, beta, z0, total)
             self.model.backward(loss)
-            collected.append((stats, logps.detach()))
+            read.append((stats, answers.detached()))
         info = self.model.step()
-        return {**self._statistics(collected), **step_metrics(info, self.model, packs, self.config.train.max_tokens)}
+        metrics = {**self._metrics(read, beta, z0), **step_metrics(info, self.model, packs, self.config.train.max_tokens)}
+        if step == 1 and self.reference is not None and self.reference.rounds:
+            metrics["dpo/reference_difference"] = max(answers.difference() for _, answers in read)
+        return metrics
+
+    def beta(self, step: int) -> float:
+        """β of this step: `dpo.beta`, on its way to `dpo.beta_end` where that is set."""
+        s = self.settings
+        return scheduled_beta(step, self.total_steps, s.beta, s.beta_end, s.beta_schedule)
+
+    def read(self, pack: Pack, numbers: Sequence[int], split: Split) -> Answers:
+        """Policy and reference on one pack, whose trees are the examples `numbers` of `split`."""
+        reference = self.reference.logps(pack, numbers, split) if self.reference is not None else None
+        logps = pack.sum_by_sequence(self.model.token_logprobs(pack).logprobs)
+        examples = self.examples.train if split == "train" else self.held_out
+        answers = Answers(logps, reference, pack.target_counts.to(logps.device))
+        if self.settings.loss_type != "kto":
+            return answers
+        labels = [label for i in pack.tree_index for label in examples[numbers[i]].labels or ()]
+        paired = all(len(tree.leaves) == 2 for tree in pack.trees)
+        return replace(answers, desirable=torch.tensor(labels, device=logps.device) > 0, paired=paired)
 
     @torch.no_grad()
-    def reference_logps(self, pack: Pack) -> Tensor | None:
-        """[S] log π_ref of each sequence's response, summed in float64; None for a loss that needs no reference."""
-        if not self.config.dpo.needs_reference:
-            return None
-        if self.reference is not None:
-            return pack.sum_by_sequence(self.reference.token_logprobs(pack).logprobs)
-        with self.model.as_reference():
-            return pack.sum_by_sequence(self.model.token_logprobs(pack).logprobs)
+    def reference_point(self, examples: Sequence[Example], numbers: Sequence[int]) -> Tensor:
+        """KTO's z0 over the whole step: a first pass over its prompts with each other's answers. 0 for the other losses."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        if self.settings.loss_type != "kto":
+            return zero
+        assert self.reference is not None
+        trees = mismatched([examples[i].tree for i in numbers], self.config.data.max_length, self.config.train.max_tokens)
+        policy, reference = [zero[None][:0]], [zero[None][:0]]
+        for pack in pack_trees(trees, self.config.train.max_tokens):
+            reference.append(self.reference.read(pack))
+            with self.model.evaluating():
+                policy.append(pack.sum_by_sequence(self.model.token_logprobs(pack).logprobs))
+        return kto_reference_point(torch.cat(policy), torch.cat(reference))
 
-    def _loss(self, pack: Pack, logps: Tensor, reference: Tensor | None, total: int) -> tuple[Tensor, DPOStats]:
-        """What the pairs of `pack` add to the mean loss over `total` pairs, and what each of them reports."""
-        settings = self.config.dpo
-        chosen, rejected = logps[0::2], logps[1::2]
-        lengths = pack.target_counts.to(logps.device).double()
-        chosen_lengths, rejected_lengths = lengths[0::2], lengths[1::2]
-        weights = torch.full((len(pack.trees),), 1 / total, dtype=torch.float64, device=logps.device)
-        if settings.loss_type == "simpo":
-            loss, stats = simpo_loss(
-                chosen, rejected, chosen_lengths, rejected_lengths, weights, settings.beta, settings.simpo_gamma
-            )
-        elif settings.loss_type == "orpo":
-            loss, stats = orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths, weights, settings.orpo_lambda)
-        else:
-            assert reference is not None
-            loss, stats = dpo_loss(
-                chosen, rejected, reference[0::2], reference[1::2], weights,
-                settings.beta, settings.loss_type, settings.label_smoothing, chosen_lengths, rejected_lengths,
-            )  # fmt: skip
-        if settings.rpo_alpha is not None:
-            term, per_pair = rpo_term(chosen, chosen_lengths, weights, settings.rpo_alpha)
-            loss, stats = loss + term, stats._replace(losses=stats.losses + per_pair)
-        return loss, stats
+    def _total(self, packs: Sequence[Pack]) -> int:
+        """What the loss is a mean over: pairs, or answers."""
+        return sum(pack.num_sequences if self.settings.loss_type == "kto" else len(pack.trees) for pack in packs)
 
-    def _statistics(self, collected: Sequence[tuple[DPOStats, Tensor]]) -> dict[str, float]:
-        stats = [stats for stats, _ in collected]
-        logps = torch.cat([logps for _, logps in collected])
-        return {
-            **spread("dpo/loss", torch.cat([s.losses for s in stats])),
-            **spread("dpo/chosen_reward", torch.cat([s.chosen_rewards for s in stats])),
-            **spread("dpo/rejected_reward", torch.cat([s.rejected_rewards for s in stats])),
-            **spread("dpo/reward_margin", torch.cat([s.margins for s in stats])),
-            **spread("dpo/reward_accuracy", torch.cat([s.accuracies for s in stats])),
-            **spread("dpo/chosen_logp", logps[0::2]),
-            **spread("dpo/rejected_logp", logps[1::2]),
-        }
+    def _loss(self, answers: Answers, beta: float, z0: Tensor, total: int) -> tuple[Tensor, DPOStats | KTOStats]:
+        if self.settings.loss_type == "kto":
+            return answer_loss(self.settings, answers, beta, total, z0)
+        return pair_loss(self.settings, answers, beta, total)
+
+    def _metrics(self, read: Sequence[tuple[Any, Answers]], beta: float, z0: Tensor) -> dict[str, float]:
+        scheduled = {"dpo/beta": beta} if self.settings.beta_end is not None else {}
+        if self.settings.loss_type != "kto":
+            return pair_metrics(read) | scheduled
+        paired = all(answers.paired for _, answers in read)
+        return answer_metrics(read, beta, float(z0), paired) | scheduled
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The same numbers on the held-out pairs."""
-        examples = limited(self.examples.valid, self.config.eval.max_examples)
-        if not examples:
+        """The same numbers on the held-out examples."""
+        if not len(self.held_out):
             return {}
-        packs = pack_trees([example.tree for example in examples], self.config.train.max_tokens)
-        if self._eval_reference is None:
-            self._eval_reference = [self.reference_logps(pack) for pack in packs]
-        collected = []
+        beta, read = self.beta(step), []
+        groups = [
+            (numbers, batch_packs(self.held_out, numbers, self.config.train.max_tokens)) for numbers in parts(len(self.held_out))
+        ]
+        z0 = self.reference_point(self.held_out, range(len(self.held_out)))
+        total = sum(self._total(packs) for _, packs in groups)
         with self.model.evaluating():
-            for pack, reference in zip(packs, self._eval_reference, strict=True):
-                logps = pack.sum_by_sequence(self.model.token_logprobs(pack).logprobs)
-                collected.append((self._loss(pack, logps, reference, len(examples))[1], logps))
-        return self._statistics(collected)
+            for numbers, packs in groups:
+                for pack in packs:
+                    answers = self.read(pack, numbers, "valid")
+                    read.append((self._loss(answers, beta, z0, total)[1], answers))
+        return self._metrics(read, beta, z0)
 
     def epoch(self, step: int) -> float:
         return self.order.epoch(step)
@@ -166,30 +179,3 @@ class DPOTrainer:
 
     def __exit__(self, *exception: object) -> None:
         pass
-
-
-def reference_for(config: Config, model: TrainedModel) -> FrozenModel | None:
-    """The frozen reference beside `model`, or None when LoRA's own start serves (`model.as_reference()`)."""
-    from accord.models.lora import has_adapter
-
-    path = config.reference.path
-    if has_adapter(model.module) and path in (None, config.model.path):
-        return None
-    if path is None and config.model.path is None:  # from scratch: the reference is the same fresh model
-        loaded_module = _copy_of(model)
-        return FrozenModel(loaded_module, precision=config.train.precision)
-    bare = config.model.model_copy(update={"lora": None})
-    loaded = load_causal(
-        bare,
-        seed=config.run.seed,
-        trainable=False,
-        path=path or config.model.path,
-        dtype=config.reference.dtype or config.model.dtype,
-    )
-    return FrozenModel(loaded.module, precision=config.train.precision)
-
-
-def _copy_of(model: TrainedModel) -> Any:
-    import copy
-
-    return copy.deepcopy(model.module)
