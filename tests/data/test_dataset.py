@@ -39,7 +39,7 @@ def test_a_pair_is_its_prompt_and_both_answers_and_its_margin(encoder: Conversat
     want = encoder.encode_responses(talk("q"), ["yes", "no"])
     assert [s.tokens.tolist() for s in first.tree.segments] == [s.tokens.tolist() for s in want.segments]
     assert first.tree.num_tokens == sum(len(s) for s in want.segments)
-    assert (first.label, second.label) == (2.0, None)
+    assert (first.labels, second.labels) == ((2.0,), None)
     assert first.record == Preference(talk("q"), "yes", "no", 2.0) and first.origin == "train_dataset[0]"
 
 
@@ -74,7 +74,7 @@ def test_what_a_prompt_brings_along_is_kept(encoder: ConversationEncoder, loose_
 
 def test_scores_and_plain_text(encoder: ConversationEncoder, loose_settings: Any) -> None:
     rows = [{"user_input": "q", "completion": "a", "score": 0}]
-    assert load(loose_settings(), encoder, "scored", train_dataset=rows).train[0].label == 0.0
+    assert load(loose_settings(), encoder, "scored", train_dataset=rows).train[0].labels == (0.0,)
     (example,) = load(loose_settings(), encoder, "demonstration", train_dataset=[{"text": "a document"}]).train
     assert (
         example.record is None
@@ -438,7 +438,7 @@ def test_a_template_that_refuses_a_row_names_it(tokenizer: Any, loose_settings: 
         ),
         max_size=5,
     ),
-    need=st.sampled_from(["demonstration", "preference", "scored", "prompt", "text"]),
+    need=st.sampled_from(["demonstration", "preference", "ranking", "labelled", "scored", "prompt", "text"]),
 )
 def test_rows_of_any_nonsense_are_counted_or_refused_never_a_crash(encoder: ConversationEncoder, rows: list, need: Any) -> None:
     from types import SimpleNamespace

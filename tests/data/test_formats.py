@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from accord.data.formats import FORMATS, RowError, UnusableError, check_roles, read_row
-from accord.data.reading import serve, unusable
+from accord.data.needs import serve
+from accord.data.reading import unusable
 from accord.data.records import Demonstration, Message, PlainText, Preference, Prompt, Record, Scored
 
 from .conftest import talk
@@ -124,10 +125,10 @@ def test_null_columns_are_absent() -> None:
 
 def test_richer_records_serve_poorer_needs() -> None:
     pair = Preference((Q,), "a", "b")
-    assert serve(pair, "demonstration") == Demonstration((Q, A))
-    assert serve(pair, "prompt") == Prompt((Q,), reference="a")
-    assert serve(Scored((Q,), "a", 1.0), "prompt") == Prompt((Q,))
-    assert serve(Demonstration((Q, A)), "text") == Demonstration((Q, A))
+    assert serve(pair, "demonstration") == (Demonstration((Q, A)),)
+    assert serve(pair, "prompt") == (Prompt((Q,), reference="a"),)
+    assert serve(Scored((Q,), "a", 1.0), "prompt") == (Prompt((Q,)),)
+    assert serve(Demonstration((Q, A)), "text") == (Demonstration((Q, A)),)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_a_poorer_record_is_refused_with_what_is_needed(record: Record, need: An
 
 def test_a_prompts_reference_and_what_else_the_row_says_are_kept() -> None:
     row = {"prompt": "q", "reference": 15, "level": 3, "meta": {"language": "zh"}, "nested": {"a": 1}}
-    prompt = serve(Prompt((Q,)), "prompt", row)
+    (prompt,) = serve(Prompt((Q,)), "prompt", row)
     assert isinstance(prompt, Prompt)
     assert prompt.reference == "15" and prompt.meta == {"level": 3, "language": "zh"}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accord.config import Config
     from accord.data.check import Check
-    from accord.data.reading import Need
+    from accord.data.needs import Need
     from accord.data.template import ConversationEncoder
 
 
@@ -83,15 +83,12 @@ def _none(config: Config) -> Check:
 
 
 def _check_stage(config: Config, stage: str, encoder: ConversationEncoder | None) -> Check:
+    from accord.data.needs import need_of
     from accord.data.reading import sources_of
 
-    needs: dict[str, Need] = {
-        "sft": "demonstration",
-        "reward": "scored" if config.reward.loss_type == "mse" else "preference",
-        "dpo": "preference",
-        "ppo": "prompt",
-    }
-    return _run(config, stage, needs[stage], sources_of(config.data, "train"), sources_of(config.data, "valid"), encoder)
+    return _run(
+        config, stage, need_of(config, stage), sources_of(config.data, "train"), sources_of(config.data, "valid"), encoder
+    )
 
 
 def _run(config: Config, title: str, need: Need, train: list, valid: list, encoder: ConversationEncoder | None) -> Check:

@@ -301,7 +301,7 @@ class _Rows:
 
 def _answers(record: Record) -> list[tuple[Scored, str | None]]:
     """Every answer of a record, each by itself, with its role in a pair; none if it has no answer."""
-    from accord.data.records import Demonstration, Preference, Scored
+    from accord.data.records import Demonstration, Labelled, Preference, Ranking, Scored
 
     def answer(prompt: Messages, response: str) -> Scored:
         return Scored(prompt, response, 0.0, record.origin)
@@ -310,6 +310,10 @@ def _answers(record: Record) -> list[tuple[Scored, str | None]]:
         return [(answer(record.prompt, getattr(record, role)), role) for role in ("chosen", "rejected")]
     if isinstance(record, Demonstration):
         return [(answer(record.messages[:-1], record.messages[-1].content), None)]
+    if isinstance(record, Ranking):
+        return [(answer(record.prompt, response), None) for response in record.responses]
+    if isinstance(record, Labelled):
+        return [(answer(record.prompt, record.response), None)]
     if isinstance(record, Scored):
         return [(record, None)]
     return []

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accord.data.dataset import ExampleList, Options, held_out, prompt_hash, record_hash, source_reports, store_of
-from accord.data.reading import UNREADABLE, Need, SourceReport, SourceSpec, read_records, texts_of
-from accord.data.records import Demonstration, PlainText, Preference, Prompt, Record, Scored
+from accord.data.dataset import Example, ExampleList, Options, held_out, prompt_hash, record_hash, source_reports, store_of
+from accord.data.needs import Need
+from accord.data.reading import UNREADABLE, SourceReport, SourceSpec, read_records, read_served, texts_of
+from accord.data.records import Demonstration, Labelled, PlainText, Preference, Prompt, Ranking, Record, Scored
 from accord.data.template import ConversationEncoder
 from accord.data.trees import Segment
 from accord.errors import DataError
@@ -23,11 +24,12 @@ _BINS = 10
 _NEED_OF: dict[type, Need] = {
     Demonstration: "demonstration",
     Preference: "preference",
+    Ranking: "ranking",
+    Labelled: "labelled",
     Scored: "scored",
     Prompt: "prompt",
     PlainText: "text",
 }
-_NAMES: dict[str, tuple[str, ...]] = {"preference": ("chosen", "rejected"), "scored": ("answer",)}
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,14 @@ def _part_without_tokens(sources: Sequence[SourceSpec], options: Options) -> Par
     for source in sources:
         report = SourceReport(source.name)
         reports.append(report)
-        for record in read_records(source, options.need, on_bad_row="drop", report=report, train_on=options.train_on):
+        for served in read_served(source, options.need, on_bad_row="drop", report=report, train_on=options.train_on):
             report.used += 1
-            groups.append(prompt_hash(record))
-            keys.append(record_hash(record))
-            lengths.append(_characters(record))
+            report.examples += len(served.records)
+            report.partly += served.partly
+            for record in served.records:
+                groups.append(prompt_hash(record))
+                keys.append(record_hash(record))
+                lengths.append(_characters(record))
     sizes = np.asarray(lengths, dtype=np.int64)
     return Part(tuple(reports), np.asarray(groups, dtype=np.uint64), np.asarray(keys, dtype=np.uint64), sizes, sizes)
 
@@ -135,7 +140,12 @@ def _part_without_tokens(sources: Sequence[SourceSpec], options: Options) -> Par
 def _characters(record: Record) -> int:
     """Of the longest sequence."""
     total = sum(map(len, texts_of(record)))
-    return total - min(len(record.chosen), len(record.rejected)) if isinstance(record, Preference) else total
+    if not isinstance(record, Preference | Ranking):
+        return total
+    answers = [
+        len(answer) for answer in ((record.chosen, record.rejected) if isinstance(record, Preference) else record.responses)
+    ]
+    return total - sum(answers) + max(answers)
 
 
 # --- what is wrong ---
@@ -152,6 +162,10 @@ def _judge_source(report: SourceReport, options: Options, result: Check) -> None
     if other:
         shown = SourceReport(report.name, dropped=other, origins=report.origins).drops()
         result.warnings.append(f"{report.name}: {sum(other.values()):,} of {report.read:,} rows are left out: {shown}")
+    if report.partly:
+        result.warnings.append(
+            f"{report.name}: {report.partly:,} of {report.read:,} rows are used without some of their answers (empty, repeated, too long)"
+        )
     if report.cut:
         result.warnings.append(
             f"{report.name}: {report.cut:,} rows are cut to {options.max_length:,} tokens (data.truncate={options.truncate})"
@@ -220,11 +234,9 @@ def print_check(result: Check, console: Console, encoder: ConversationEncoder | 
     if encoder is not None and result.train.examples is not None:
         for example in result.train.examples[:examples]:
             console.print()
-            console.print(
-                f"[bold]{escape(example.origin)}[/bold]" + ("" if example.label is None else f"  label {example.label:g}")
-            )
+            console.print(f"[bold]{escape(example.origin)}[/bold]" + (_labels(example, result.need)))
             for line in _rendered(
-                example.tree.segments, encoder, _NAMES.get(result.need, ()), marks=console.color_system is None
+                example.tree.segments, encoder, _names(example, result.need), marks=console.color_system is None
             ):
                 console.print(line)
     console.print()
@@ -234,6 +246,22 @@ def print_check(result: Check, console: Console, encoder: ConversationEncoder | 
         console.print(f"[red]error:[/red] {escape(text)}", highlight=False)
     if not result.warnings and not result.errors:
         console.print("[green]nothing to object to[/green]")
+
+
+def _labels(example: Example, need: Need) -> str:
+    """A margin or a score; ranks and desirability stand at their answers."""
+    return f"  label {example.labels[0]:g}" if example.labels and need in ("preference", "scored") else ""
+
+
+def _names(example: Example, need: Need) -> list[str]:
+    """What each answer is called."""
+    if need == "preference":
+        return ["chosen", "rejected"]
+    if need == "ranking":
+        return [f"rank {rank:g}" for rank in example.labels or ()]
+    if need == "labelled":
+        return ["desirable" if label else "undesirable" for label in example.labels or ()]
+    return ["answer"] if need == "scored" else []
 
 
 def _histogram(result: Check) -> str:

@@ -17,8 +17,19 @@ import numpy as np
 
 from accord.data.fitting import TOO_LONG, fit
 from accord.data.formats import UnusableError
-from accord.data.reading import UNREADABLE, Need, SourceReport, SourceSpec, read_records, reject, sources_of, texts_of
-from accord.data.records import Demonstration, Messages, PlainText, Preference, Prompt, Record, Scored
+from accord.data.needs import Need
+from accord.data.reading import (
+    UNREADABLE,
+    Served,
+    SourceReport,
+    SourceSpec,
+    read_records,
+    read_served,
+    reject,
+    sources_of,
+    texts_of,
+)
+from accord.data.records import Demonstration, Labelled, Messages, PlainText, Preference, Prompt, Ranking, Record, Scored
 from accord.data.template import ConversationEncoder, TrainOn
 from accord.data.token_store import VERSION, StoreWriter, TokenStore
 from accord.data.trees import Tree
@@ -29,10 +40,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What a loss is computed on. `label` is a pair's margin or an answer's score."""
+    """What a loss is computed on. `labels` depend on the need: see `labels_for`."""
 
     tree: Tree
-    label: float | None = None
+    labels: tuple[float, ...] | None = None
     record: Record | None = None
     origin: str = ""
 
@@ -55,7 +66,7 @@ class ExampleList(Sequence[Example]):
             return ExampleList(self.store, self.indices[index])
         i = int(self.indices[index])
         origin, record = self.store.text(i)
-        return Example(self.store.tree(i), self.store.label(i), record, origin)
+        return Example(self.store.tree(i), self.store.labels(i), record, origin)
 
     def num_tokens(self) -> np.ndarray:
         """[n] tokens that each example computes (a shared prompt once)."""
@@ -82,6 +93,10 @@ class Report:
         ]
         for report in (*self.train, *self.valid):
             line = f"{report.name}: {report.used:,} of {report.read:,} rows ({', '.join(report.formats)})"
+            if report.examples != report.used:
+                line += f", {report.examples:,} examples"
+            if report.partly:
+                line += f", without some of their answers: {report.partly:,}"
             if report.dropped:
                 line += f", left out: {report.drops()}"
             if report.cut:
@@ -139,14 +154,16 @@ def load_examples(
         trained_tokens=sum(s.num_trained() for s in stores),
     )
     for source in (*report.train, *report.valid):
-        if source.dropped or source.cut:
+        if source.dropped or source.cut or source.partly:
             cut = f"; {source.cut:,} cut to data.max_length" if source.cut else ""
+            partly = f"; {source.partly:,} without some of their answers" if source.partly else ""
             log.warning(
-                "%s: %s of %s rows are used; left out: %s%s",
+                "%s: %s of %s rows are used; left out: %s%s%s",
                 source.name,
                 f"{source.used:,}",
                 f"{source.read:,}",
                 source.drops() or "none",
+                partly,
                 cut,
             )
     return Examples(train, valid, report)
@@ -241,10 +258,10 @@ def _fill(writer: StoreWriter, sources: Sequence[SourceSpec], encoder: Conversat
         for source in sources:
             report = SourceReport(source.name)
             reports.append(report)
-            for record in read_records(
+            for served in read_served(
                 source, options.need, on_bad_row=options.on_bad_row, report=report, train_on=options.train_on
             ):
-                _add(writer, record, encoder, options, report)
+                _add(writer, served, encoder, options, report)
         return writer.finish({"sources": [asdict(report) for report in reports]})
     except OSError as error:
         writer.discard()
@@ -254,19 +271,48 @@ def _fill(writer: StoreWriter, sources: Sequence[SourceSpec], encoder: Conversat
         raise
 
 
-def _add(writer: StoreWriter, record: Record, encoder: ConversationEncoder, options: Options, report: SourceReport) -> None:
-    try:
-        tree, kept, cut = fit(encoder, record, options.max_length, options.truncate, options.train_on)  # type: ignore[arg-type]
-    except UnusableError as error:
-        report.drop(str(error), record.origin)
+def _add(writer: StoreWriter, served: Served, encoder: ConversationEncoder, options: Options, report: SourceReport) -> None:
+    """The examples of one row. It is left out only if none of its records fits."""
+    fitted: list[tuple[Tree, Record, bool]] = []
+    reasons = []
+    partly = served.partly
+    for record in served.records:
+        try:
+            tree, kept, cut = fit(encoder, record, options.max_length, options.truncate, options.train_on)  # type: ignore[arg-type]
+        except UnusableError as error:
+            reasons.append(str(error))
+        except DataError as error:  # the template refuses it
+            reject(served.origin, str(error), options.on_bad_row, report)
+            return
+        else:
+            fitted.append((tree, kept, cut))
+            partly |= isinstance(record, Ranking) and len(tree.leaves) < len(record.responses)
+    if not fitted:
+        report.drop(reasons[0], served.origin)
         return
-    except DataError as error:  # the template refuses it
-        reject(record.origin, str(error), options.on_bad_row, report)
-        return
-    label = record.margin if isinstance(record, Preference) else record.score if isinstance(record, Scored) else None
-    writer.add(tree, label, kept, record.origin, prompt_hash(record), record_hash(record))
+    for tree, kept, _ in fitted:
+        writer.add(tree, labels_for(kept, options.need), kept, served.origin, prompt_hash(kept), record_hash(kept))
     report.used += 1
-    report.cut += cut
+    report.examples += len(fitted)
+    report.partly += partly or bool(reasons)
+    report.cut += any(cut for _, _, cut in fitted)
+
+
+def labels_for(record: Record, need: Need) -> tuple[float, ...] | None:
+    """What the loss is told about an example.
+
+    preference: (margin,) where it is known. ranking: one rank for each answer, the lower is better. labelled: one for each answer,
+    1 desirable, 0 not; a pair's are (1, 0). scored: (score,). Otherwise none.
+    """
+    if isinstance(record, Preference):
+        if need == "labelled":
+            return (1.0, 0.0)
+        return None if record.margin is None else (record.margin,)
+    if isinstance(record, Ranking):
+        return record.ranks
+    if isinstance(record, Labelled):
+        return (float(record.desirable),)
+    return (record.score,) if isinstance(record, Scored) else None
 
 
 def _check_not_empty(store: TokenStore) -> None:
@@ -311,7 +357,13 @@ def record_hash(record: Record) -> int:
         return _hash(record.text)
     if isinstance(record, Demonstration | Prompt):
         return _hash(_plain(record.messages))
-    answers = [record.chosen, record.rejected] if isinstance(record, Preference) else [record.response, record.score]
+    answers: list[Any]
+    if isinstance(record, Preference):
+        answers = [record.chosen, record.rejected]
+    elif isinstance(record, Ranking):
+        answers = [record.responses, record.ranks]
+    else:
+        answers = [record.response, record.desirable if isinstance(record, Labelled) else record.score]
     return _hash([_plain(record.prompt), answers])
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 
 from accord.data.formats import UnusableError
-from accord.data.records import Demonstration, Message, Messages, PlainText, Preference, Prompt, Record, Scored
+from accord.data.needs import IDENTICAL
+from accord.data.records import Demonstration, Labelled, Message, Messages, PlainText, Preference, Prompt, Ranking, Record, Scored
 from accord.data.template import ConversationEncoder, TrainOn
 from accord.data.trees import Segment, Tree, single
 
@@ -23,7 +24,9 @@ def encode_record(encoder: ConversationEncoder, record: Record, train_on: TrainO
         return encoder.encode(record.messages, train_on)
     if isinstance(record, Preference):
         return encoder.encode_responses(record.prompt, [record.chosen, record.rejected])
-    if isinstance(record, Scored):
+    if isinstance(record, Ranking):
+        return encoder.encode_responses(record.prompt, record.responses)
+    if isinstance(record, Scored | Labelled):
         return encoder.encode_responses(record.prompt, [record.response])
     if isinstance(record, Prompt):
         ids = encoder.encode_prompt(record.messages)
@@ -37,10 +40,10 @@ def fit(
     """The record's tree with sequences of at most `max_length` tokens, the record it now is, and whether it was cut.
 
     `left` leaves out the oldest turns of the prompt, then the beginning of the last one; `right` cuts the answers, which then have no end
-    token. Raises UnusableError if it can't be made to fit, or nothing to train on would be left.
+    token. A ranking loses the answers that are the same tokens as an earlier one. Raises UnusableError if it can't be made to fit, or
+    nothing to train on would be left.
     """
-    tree = encode_record(encoder, record, train_on)
-    _check_distinct(tree, record)
+    tree, record = _distinct(encode_record(encoder, record, train_on), record)
     if tree.longest <= max_length:
         return tree, record, False
     if truncate == "drop":
@@ -48,37 +51,42 @@ def fit(
     if truncate == "right":
         if isinstance(record, Prompt):
             raise UnusableError(f"{TOO_LONG} (a prompt has no answer to cut)")
-        tree = _cut_right(tree, max_length)
-        _check_distinct(tree, record)
-        return tree, record, True
+        return *_distinct(_cut_right(tree, max_length), record), True
     if isinstance(record, PlainText):
         segment = tree.segments[0]
         trained = segment.trained[-max_length:].copy()
         trained[0] = False
         return Tree((Segment(segment.tokens[-max_length:], trained),)), record, True
     shorter = _shorten(record, lambda r: encode_record(encoder, r, train_on).longest <= max_length)
-    tree = encode_record(encoder, shorter, train_on)
-    _check_distinct(tree, shorter)
-    return tree, shorter, True
+    return *_distinct(encode_record(encoder, shorter, train_on), shorter), True
 
 
-def _check_distinct(tree: Tree, record: Record) -> None:
-    """Answers that differ as text can be the same tokens (trimmed by the template, or cut)."""
-    if isinstance(record, Preference):
-        chosen, rejected = (tree.segments[leaf] for leaf in tree.leaves)
-        if np.array_equal(chosen.tokens, rejected.tokens):
-            raise UnusableError("identical answers")
+def _distinct(tree: Tree, record: Record) -> tuple[Tree, Record]:
+    """Answers that differ as text can be the same tokens (trimmed by the template, or cut): a ranking goes on without the later ones.
+
+    Raises UnusableError if no two answers of different ranks are left; a pair's are always two.
+    """
+    if not isinstance(record, Preference | Ranking):
+        return tree, record
+    kept: list[int] = []  # numbers of the leaves
+    for i, leaf in enumerate(tree.leaves):
+        if not any(np.array_equal(tree.segments[leaf].tokens, tree.segments[tree.leaves[k]].tokens) for k in kept):
+            kept.append(i)
+    if len(kept) == len(tree.leaves):
+        return tree, record
+    if isinstance(record, Preference) or not (thinner := record.only(kept)).ordered:
+        raise UnusableError(IDENTICAL)
+    gone = set(tree.leaves) - {tree.leaves[k] for k in kept}
+    return Tree(tuple(segment for i, segment in enumerate(tree.segments) if i not in gone)), thinner
 
 
 def _cut_right(tree: Tree, max_length: int) -> Tree:
-    if len(tree.segments) == 1:
-        (only,) = tree.segments
-        tree = Tree((Segment(only.tokens[:max_length], only.trained[:max_length]),))
-    else:
-        room = max_length - len(tree.segments[0])
-        if room < 1:
-            raise UnusableError(TOO_LONG)
-        tree = Tree((tree.segments[0], *(Segment(s.tokens[:room], s.trained[:room], s.parent) for s in tree.segments[1:])))
+    shared = len(tree.segments[0]) if len(tree.segments) > len(tree.leaves) else 0
+    room = max_length - shared
+    if room < 1:
+        raise UnusableError(TOO_LONG)
+    cut = [Segment(s.tokens[:room], s.trained[:room], s.parent) for s in tree.segments[1 if shared else 0 :]]
+    tree = Tree((*tree.segments[: 1 if shared else 0], *cut))
     if not all(tree.sequence_trained(leaf).any() for leaf in tree.leaves):
         raise UnusableError(TOO_LONG)
     return tree
@@ -115,7 +123,7 @@ def _prompt_of(record: Record) -> Messages:
         return record.messages
     if isinstance(record, Demonstration):
         return record.messages[:-1]
-    assert isinstance(record, Preference | Scored)
+    assert not isinstance(record, PlainText)
     return record.prompt
 
 
@@ -124,5 +132,5 @@ def _with_prompt(record: Record, prompt: Messages) -> Record:
         return replace(record, messages=prompt)
     if isinstance(record, Demonstration):
         return replace(record, messages=(*prompt, record.messages[-1]))
-    assert isinstance(record, Preference | Scored)
+    assert not isinstance(record, PlainText)
     return replace(record, prompt=prompt)

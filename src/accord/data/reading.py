@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -9,38 +10,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accord.data.formats import RowError, UnusableError, check_roles, read_row
-from accord.data.records import Demonstration, Messages, PlainText, Preference, Prompt, Record, Scored
+from accord.data.needs import EMPTY_ANSWER, IDENTICAL, Need, distinct_answers, serve
+from accord.data.records import Demonstration, Labelled, Messages, PlainText, Preference, Prompt, Ranking, Record, Scored
 from accord.data.sources import TRAIN_SPLITS, VALID_SPLITS, fingerprint, read_rows
 from accord.errors import ConfigError, DataError
 
-Need = Literal["demonstration", "preference", "scored", "prompt", "text"]
 UNREADABLE = "unreadable"  # the reason for which a row is dropped only if data.on_bad_row says so
 _FIRST_ORIGINS = 3  # how many origins a report names for each reason
 _FIRST_ERRORS = 10
-_KINDS: dict[type, str] = {
-    Demonstration: "a demonstration",
-    Preference: "a preference pair",
-    Scored: "a scored answer",
-    Prompt: "a prompt without an answer",
-    PlainText: "plain text",
-}
-_NEEDED = {
-    "demonstration": "demonstrations (messages that end with an assistant turn, or a prompt with a completion)",
-    "preference": "preference pairs (prompt, chosen, rejected)",
-    "scored": "scored answers (prompt, response, score)",
-    "prompt": "prompts",
-    "text": "plain text or demonstrations",
-}
 
 
 @dataclass
 class SourceReport:
-    """What became of one source's rows. `dropped` and `origins` by reason."""
+    """What became of one source's rows: `read` = `used` + all that are `dropped` (by reason, like `origins`)."""
 
     name: str
     read: int = 0
-    used: int = 0
-    cut: int = 0
+    used: int = 0  # rows that gave an example or more
+    examples: int = 0
+    partly: int = 0  # rows used without some of their answers or pairs
+    cut: int = 0  # rows with an example that was cut to the limit
     formats: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     origins: dict[str, list[str]] = field(default_factory=dict)
@@ -59,6 +48,15 @@ class SourceReport:
             named = ", ".join(self.origins[reason]) + (", …" if count > len(self.origins[reason]) else "")
             parts.append(f"{count:,} {reason} ({named})")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one row gave. `partly`: some of its answers were left out."""
+
+    records: tuple[Record, ...]
+    origin: str
+    partly: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,23 @@ def read_records(
     report: SourceReport | None = None,
     train_on: str = "assistant",
 ) -> Iterator[Record]:
-    """The usable records of a source in its order, turned into what is needed (`need` None: as they come).
+    """The usable records of a source in its order, turned into what is needed (`need` None: as they come). A row may give several.
+
+    Counts into `report`; raises what `read_served` raises.
+    """
+    for served in read_served(source, need, on_bad_row=on_bad_row, report=report, train_on=train_on):
+        yield from served.records
+
+
+def read_served(
+    source: SourceSpec | str | Path | Iterable[Any],
+    need: Need | None,
+    *,
+    on_bad_row: str = "fail",
+    report: SourceReport | None = None,
+    train_on: str = "assistant",
+) -> Iterator[Served]:
+    """What each usable row of a source gives, in its order.
 
     Counts into `report`. Raises DataError for a source that can't be read or holds no row, and, unless `on_bad_row` is "drop", for
     the first row that can't be read.
@@ -137,16 +151,16 @@ def read_records(
         try:
             if row.error is not None:
                 raise RowError(row.error)
-            record = _record(row.value, row.origin, source, report, need)
-            reason = unusable(record, train_on)
-            if reason:
-                raise UnusableError(reason)
+            served = _served(row.value, row.origin, source, report, need)
+            for record in served.records:
+                if reason := unusable(record, train_on):
+                    raise UnusableError(reason)
         except UnusableError as error:
             report.drop(str(error), row.origin)
         except RowError as error:
             reject(row.origin, str(error), on_bad_row, report)
         else:
-            yield record
+            yield served
     if not report.read:
         raise DataError(f"{source.name}: is empty: there is no row in it.")
 
@@ -161,10 +175,10 @@ def reject(origin: str, message: str, on_bad_row: str, report: SourceReport) -> 
         report.errors.append(f"{origin}  {message}")
 
 
-def _record(value: Any, origin: str, source: SourceSpec, report: SourceReport, need: Need | None) -> Record:
+def _served(value: Any, origin: str, source: SourceSpec, report: SourceReport, need: Need | None) -> Served:
     record: Record
     row: Mapping[str, Any]
-    if isinstance(value, Demonstration | Preference | Scored | Prompt | PlainText):
+    if isinstance(value, Record):
         record, name, row = value, "record", {}
     else:
         record, name, row = read_row(value, source.format, source.columns)
@@ -172,11 +186,24 @@ def _record(value: Any, origin: str, source: SourceSpec, report: SourceReport, n
     if not record.origin:
         record = replace(record, origin=origin)
     _check(record)
-    return serve(record, need, row) if need is not None else record
+    partly = False
+    if isinstance(record, Ranking) and need in ("ranking", "preference", None):
+        thinner = distinct_answers(record)
+        partly = len(thinner.responses) < len(record.responses)
+        if need is None:
+            record = thinner
+    return Served((record,) if need is None else serve(record, need, row), record.origin, partly)
 
 
 def _check(record: Record) -> None:
-    """Raises RowError for roles out of order and for text that is none."""
+    """Raises RowError for roles out of order, for text that is none and for a ranking that is none."""
+    if isinstance(record, Ranking):
+        if len(record.responses) != len(record.ranks):
+            raise RowError(f"ranks: expected one for each of the {len(record.responses)} responses, found {len(record.ranks)}")
+        if len(record.responses) < 2:
+            raise RowError(f"responses: expected two or more answers to rank, found {len(record.responses)}")
+        if not all(math.isfinite(rank) for rank in record.ranks):
+            raise RowError(f"ranks: expected finite numbers, found {list(record.ranks)}")
     for text in texts_of(record):
         try:
             text.encode()
@@ -186,7 +213,7 @@ def _check(record: Record) -> None:
         check_roles(record.messages, "assistant")
     elif isinstance(record, Prompt):
         check_roles(record.messages, "prompt")
-    elif isinstance(record, Preference | Scored):
+    elif not isinstance(record, PlainText):
         check_roles(record.prompt, "prompt")
 
 
@@ -198,70 +225,10 @@ def texts_of(record: Record) -> Iterator[str]:
     yield from (turn.content for turn in (record.messages if isinstance(record, Demonstration | Prompt) else record.prompt))
     if isinstance(record, Preference):
         yield from (record.chosen, record.rejected)
-    elif isinstance(record, Scored):
+    elif isinstance(record, Ranking):
+        yield from record.responses
+    elif isinstance(record, Labelled | Scored):
         yield record.response
-
-
-def serve(record: Record, need: Need, row: Mapping[str, Any] | None = None) -> Record:
-    """`record` as what is needed; a richer record serves a poorer need. `row` may hold a prompt's `reference` and `meta`.
-
-    Raises RowError if the record is too poor.
-    """
-    if need == "prompt" and not isinstance(record, PlainText):
-        prompt = record if isinstance(record, Prompt) else record.as_prompt()
-        return _with_extras(prompt, row or {})
-    if need in ("demonstration", "text"):
-        if isinstance(record, Demonstration | PlainText):
-            return record
-        if isinstance(record, Preference | Scored):
-            return record.demonstration()
-    if (need == "preference" and isinstance(record, Preference)) or (need == "scored" and isinstance(record, Scored)):
-        return record
-    columns = f" (its columns: {', '.join(map(str, row))}; data.columns says which is which)" if row else ""
-    raise RowError(f"holds {_KINDS[type(record)]}{columns}, but here {_NEEDED[need]} are needed")
-
-
-_FORMAT_COLUMNS = frozenset(
-    [
-        "messages",
-        "prompt",
-        "chosen",
-        "rejected",
-        "completion",
-        "response",
-        "conversations",
-        "instruction",
-        "input",
-        "output",
-        "history",
-        "system",
-        "tools",
-        "user_input",
-        "text",
-        "score",
-        "margin",
-        "reference",
-        "meta",
-    ]
-)
-
-
-def _with_extras(prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
-    """A prompt's right answer and everything else the row says about it, for rule rewards."""
-    reference = row.get("reference")
-    if isinstance(reference, int | float) and not isinstance(reference, bool):
-        reference = str(reference)
-    if reference is not None and not isinstance(reference, str):
-        raise RowError(f"reference: expected text, found {type(reference).__name__}")
-    extras = {str(key): value for key, value in row.items() if key not in _FORMAT_COLUMNS and _plain(value)}
-    meta = row.get("meta")
-    if isinstance(meta, Mapping):
-        extras |= meta
-    return replace(prompt, reference=prompt.reference if reference is None else reference, meta={**prompt.meta, **extras})
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)
 
 
 def unusable(record: Record, train_on: str = "assistant") -> str | None:
@@ -274,17 +241,21 @@ def unusable(record: Record, train_on: str = "assistant") -> str | None:
         answers = [turn.content for turn in record.messages if turn.role == "assistant"]
         prompt = record.messages[:-1]
         if not all(answer.strip() for answer in (answers[-1:] if train_on == "last" else answers)):
-            return "empty answer"
+            return EMPTY_ANSWER
     elif isinstance(record, Preference):
         prompt = record.prompt
         if not record.chosen.strip() or not record.rejected.strip():
-            return "empty answer"
+            return EMPTY_ANSWER
         if record.chosen.strip() == record.rejected.strip():
-            return "identical answers"
+            return IDENTICAL
+    elif isinstance(record, Ranking):  # what its answers lack, `serve` has said
+        prompt = record.prompt
+        if not record.responses:
+            return EMPTY_ANSWER
     else:
         prompt = record.prompt
         if not record.response.strip():
-            return "empty answer"
+            return EMPTY_ANSWER
     return "empty prompt" if _blank(prompt) else None
 
 

@@ -1,11 +1,14 @@
 """What every row of every format is turned into (docs/data.md).
 
-A record of a richer kind serves a poorer need: `Preference.demonstration()` is its chosen side, `Preference.as_prompt()` its prompt.
+A record of a richer kind serves a poorer need (accord.data.needs): `Preference.demonstration()` is its chosen side,
+`Preference.as_prompt()` its prompt.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 
@@ -54,11 +57,69 @@ class Preference:
     margin: float | None = None
     origin: str = field(default="", compare=False)
 
+    def ranking(self) -> Ranking:
+        return Ranking(self.prompt, (self.chosen, self.rejected), (0.0, 1.0), self.origin)
+
     def demonstration(self) -> Demonstration:
         return Demonstration((*self.prompt, Message("assistant", self.chosen)), self.origin)
 
     def as_prompt(self) -> Prompt:
         return Prompt(self.prompt, self.chosen, origin=self.origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """K ≥ 2 answers to one prompt with a rank each: the lower is better, equal ranks are ties."""
+
+    prompt: Messages
+    responses: tuple[str, ...]
+    ranks: tuple[float, ...]
+    origin: str = field(default="", compare=False)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether any answer is better than another."""
+        return len(set(self.ranks)) > 1
+
+    def best(self) -> str:
+        """The first of the best answers."""
+        return min(zip(self.ranks, self.responses, strict=True), key=lambda item: item[0])[1]
+
+    def only(self, numbers: Iterable[int]) -> Ranking:
+        """The ranking of these of its answers."""
+        kept = tuple(numbers)
+        return replace(self, responses=tuple(self.responses[i] for i in kept), ranks=tuple(self.ranks[i] for i in kept))
+
+    def pairs(self) -> tuple[Preference, ...]:
+        """One pair for every two answers of different ranks, in the order of `responses`."""
+        pairs = []
+        for i, j in combinations(range(len(self.responses)), 2):
+            if self.ranks[i] != self.ranks[j]:
+                better, worse = (i, j) if self.ranks[i] < self.ranks[j] else (j, i)
+                pairs.append(Preference(self.prompt, self.responses[better], self.responses[worse], origin=self.origin))
+        return tuple(pairs)
+
+    def demonstration(self) -> Demonstration:
+        return Demonstration((*self.prompt, Message("assistant", self.best())), self.origin)
+
+    def as_prompt(self) -> Prompt:
+        return Prompt(self.prompt, self.best() if self.responses else None, origin=self.origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """An answer that is wanted or not."""
+
+    prompt: Messages
+    response: str
+    desirable: bool
+    origin: str = field(default="", compare=False)
+
+    def demonstration(self) -> Demonstration:
+        return Demonstration((*self.prompt, Message("assistant", self.response)), self.origin)
+
+    def as_prompt(self) -> Prompt:
+        return Prompt(self.prompt, self.response if self.desirable else None, origin=self.origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +146,4 @@ class PlainText:
     origin: str = field(default="", compare=False)
 
 
-Record = Prompt | Demonstration | Preference | Scored | PlainText
+Record = Prompt | Demonstration | Preference | Ranking | Labelled | Scored | PlainText

@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from accord.data.records import Demonstration, Message, PlainText, Preference, Prompt, Record, Scored
+from accord.data.records import Demonstration, Labelled, Message, PlainText, Preference, Prompt, Ranking, Record, Scored
 from accord.data.trees import Segment, Tree
 
-VERSION = 1  # raise it when the same data would be stored otherwise
+VERSION = 2  # raise it when the same data would be stored otherwise
 _ARRAYS: dict[str, Any] = {
     "tokens": np.int32,  # all segments' tokens, one after the other
     "trained": np.bool_,
     "lengths": np.int64,  # of each segment
     "parents": np.int32,  # of each segment, within its tree
     "counts": np.int64,  # segments of each example
-    "labels": np.float64,  # of each example; NaN: none
+    "labels": np.float64,  # all examples' labels, one after the other
+    "label_counts": np.int64,  # labels of each example
     "groups": np.uint64,  # hash of each example's prompt
     "keys": np.uint64,  # hash of each whole example
     "texts": np.uint8,  # JSON of origin and record, one after the other
@@ -40,7 +41,7 @@ class StoreWriter:
         self._files = {name: open(self.folder / f"{name}.bin", "wb") for name in _ARRAYS}  # noqa: SIM115
         self.size = 0
 
-    def add(self, tree: Tree, label: float | None, record: Record, origin: str, group: int, key: int) -> None:
+    def add(self, tree: Tree, labels: tuple[float, ...] | None, record: Record, origin: str, group: int, key: int) -> None:
         """Append one example."""
         for segment in tree.segments:
             self._write("tokens", segment.tokens)
@@ -48,7 +49,8 @@ class StoreWriter:
         self._write("lengths", [len(segment) for segment in tree.segments])
         self._write("parents", [segment.parent for segment in tree.segments])
         self._write("counts", [len(tree.segments)])
-        self._write("labels", [np.nan if label is None else label])
+        self._write("labels", labels or ())
+        self._write("label_counts", [len(labels or ())])
         self._write("groups", [group])
         self._write("keys", [key])
         kept = None if isinstance(record, PlainText) else {"kind": type(record).__name__, **asdict(record)}
@@ -92,12 +94,13 @@ class TokenStore:
         self.folder = folder
         self.report: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["report"]
         self._tokens, self._trained, self._texts = (self._map(name) for name in ("tokens", "trained", "texts"))
-        self.lengths, self.parents, self.labels, self.groups, self.keys = (
+        self.lengths, self.parents, self._labels, self.groups, self.keys = (
             np.array(self._map(name)) for name in ("lengths", "parents", "labels", "groups", "keys")
         )
         counts = np.array(self._map("counts"))
         self.first_segment = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._segment_start = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+        self._label_start = np.concatenate([[0], np.cumsum(self._map("label_counts"))]).astype(np.int64)
         self._text_start = np.concatenate([[0], np.cumsum(self._map("text_lengths"))]).astype(np.int64)
 
     @staticmethod
@@ -118,7 +121,7 @@ class TokenStore:
         return np.memmap(path, dtype=_ARRAYS[name], mode="r")
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.keys)
 
     def tree(self, index: int) -> Tree:
         segments = []
@@ -129,9 +132,10 @@ class TokenStore:
             )
         return Tree(tuple(segments))
 
-    def label(self, index: int) -> float | None:
-        label = float(self.labels[index])
-        return None if np.isnan(label) else label
+    def labels(self, index: int) -> tuple[float, ...] | None:
+        """None where the example has none."""
+        start, end = self._label_start[index], self._label_start[index + 1]
+        return tuple(self._labels[start:end].tolist()) if end > start else None
 
     def text(self, index: int) -> tuple[str, Record | None]:
         """Origin and record."""
@@ -157,7 +161,7 @@ class TokenStore:
         return int(np.count_nonzero(self._trained))
 
 
-_RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Demonstration, Preference, Scored, Prompt)}
+_RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Demonstration, Preference, Ranking, Labelled, Scored, Prompt)}
 
 
 def _record(kept: dict[str, Any]) -> Record:
@@ -165,5 +169,8 @@ def _record(kept: dict[str, Any]) -> Record:
     for name in ("messages", "prompt"):
         if name in kept:
             kept[name] = tuple(Message(**turn) for turn in kept[name])
+    for name in ("responses", "ranks"):
+        if name in kept:
+            kept[name] = tuple(kept[name])
     record: Record = kind(**kept)
     return record

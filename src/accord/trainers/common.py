@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from accord.data.dataset import Example, Examples, corpus, load_examples
+from accord.data.needs import Need
 from accord.data.packing import Pack, pack_trees
 from accord.data.template import ConversationEncoder
 from accord.engine.trained import StepInfo, TrainedModel
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from accord.config import Config
 
 READ_AT_ONCE = 512  # examples
-
-Need = Literal["demonstration", "preference", "scored", "prompt", "text"]
 
 
 def load_data(
@@ -100,10 +99,10 @@ def parts(size: int) -> Iterator[range]:
 
 def labels_of(examples: Sequence[Example], indices: Sequence[int]) -> Tensor | None:
     """[B] margins or scores of the step's examples in the order of `indices`; None when none has one. An absent margin is 0."""
-    labels = [examples[i].label for i in indices]
+    labels = [examples[i].labels for i in indices]
     if all(label is None for label in labels):
         return None
-    return torch.tensor([0.0 if label is None else label for label in labels], dtype=torch.float32)
+    return torch.tensor([0.0 if label is None else label[0] for label in labels], dtype=torch.float32)
 
 
 def limited(examples: Sequence[Example], most: int | None) -> Sequence[Example]:

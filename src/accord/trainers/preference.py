@@ -14,6 +14,7 @@ from torch import Tensor
 from accord.algorithms.preference_losses import DPOStats, KTOStats, kto_reference_point, scheduled_beta
 from accord.data.dataset import Example
 from accord.data.loader import BatchOrder
+from accord.data.needs import need_of
 from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel
 from accord.models.load import load_causal
@@ -59,8 +60,7 @@ class DPOTrainer:
                 "dpo.beta=%s hardly tells answers apart with simpo, whose rewards are means per token. Near 2 is usual.",
                 min(settings.beta, settings.beta_end or settings.beta),
             )
-        need = "labelled" if settings.loss_type == "kto" else "preference"
-        self.encoder, self.examples, loaded = load_data(config, need, train_dataset, valid_dataset)
+        self.encoder, self.examples, loaded = load_data(config, need_of(config, self.stage), train_dataset, valid_dataset)
         self.held_out = limited(self.examples.valid, config.eval.max_examples)
         self.order = BatchOrder(len(self.examples.train), config.train.batch_size, config.run.seed, config.data.shuffle)
         self.total_steps = self.order.total_steps(config.train.epochs, config.train.max_steps)
