@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from accord.config.sections import DPO
+from accord.data.packing import pack_trees
+from accord.data.trees import branching
 from accord.trainers import preference, reference
+from accord.trainers.preference_loss import Answers, pair_loss
 from tests.trainers.runs import trainer
 
 FAMILY = ["dpo", "dpo-ipo", "dpo-hinge", "dpo-robust", "dpo-simpo", "dpo-orpo", "dpo-rpo", "dpo-mix"]
@@ -154,3 +158,25 @@ def test_a_run_without_a_reference_goes_to_its_end_and_keeps_its_best(tiny_folde
         changes = {"checkpoint": {"every_steps": 2}, "eval": {"every_steps": 2, "best_metric": "dpo/reward_accuracy"}}
         summary = trainer(kind, tiny_folder("llama"), tmp_path / kind, changes).train()
         assert summary["best"]["metric"] == "dpo/reward_accuracy" and (tmp_path / kind / "model").is_dir()
+
+
+def test_on_a_pair_of_2000_tokens_float32_sums_prefer_the_wrong_answer():
+    """Sums near -6,000 nats have steps of 5e-4 in float32; a policy that has just left its reference differs by less than that."""
+    wrong = 0
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        trees = [branching([1, 2], [[3] * 2000, [4] * 2000])]
+        (pack,) = pack_trees(trees, 5000)
+        logps = -torch.rand(4000, generator=generator) * 6
+        reference = logps + torch.randn(4000, generator=generator) * 2e-6
+        exact = [
+            math.fsum((logps[rows].double() - reference[rows].double()).tolist())
+            for rows in (pack.sequence == 0, pack.sequence == 1)
+        ]
+        answers = Answers(pack.sum_by_sequence(logps), pack.sum_by_sequence(reference), pack.target_counts)
+        _, stats = pair_loss(DPO(beta=0.1), answers, 0.1, 1)
+        margin = 0.1 * (exact[0] - exact[1])
+        assert float(stats.margins) == pytest.approx(margin, rel=1e-6) and bool(stats.accuracies) == (margin > 0)
+        single = torch.zeros(2).index_add(0, pack.sequence, logps) - torch.zeros(2).index_add(0, pack.sequence, reference)
+        wrong += bool(single[0] > single[1]) != (margin > 0)
+    assert wrong >= 5
