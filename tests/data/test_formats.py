@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accord.data.formats import FORMATS, RowError, UnusableError, check_roles, read_row
+from accord.data.formats.base import ranks_of_scores
 from accord.data.needs import serve
 from accord.data.reading import unusable
-from accord.data.records import Demonstration, Message, PlainText, Preference, Prompt, Record, Scored
+from accord.data.records import Demonstration, Labelled, Message, PlainText, Preference, Prompt, Ranking, Record, Scored
 
 from .conftest import talk
 
@@ -37,6 +40,27 @@ EXAMPLES: list[tuple[str, dict[str, Any], Record]] = [
     ),
     ("messages", {"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "b"}]}, Preference((Q,), "a", "b")),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, Prompt((Q,))),
+    ("messages", {"prompt": "q", "completion": "a", "label": True}, Labelled((Q,), "a", True)),
+    ("messages", {"prompt": TURNS[:1], "completion": TURNS[1:], "label": 0}, Labelled((Q,), "a", False)),
+    ("messages", {"prompt": "q", "response": "a", "label": "False"}, Labelled((Q,), "a", False)),  # as CSV has it
+    ("messages", {"messages": TURNS, "label": False}, Labelled((Q,), "a", False)),
+    ("messages", {"prompt": "q", "completion": "a", "label": None}, Demonstration((Q, A))),
+    ("messages", {"prompt": "classify this", "label": "science"}, Prompt((Message("user", "classify this"),))),
+    (
+        "messages",
+        {"prompt": "q", "responses": ["a", "b", "c"], "ranks": [1, 0, 1]},
+        Ranking((Q,), ("a", "b", "c"), (1.0, 0.0, 1.0)),
+    ),
+    (
+        "messages",
+        {"prompt": "q", "responses": ["a", "b", "c", "d"], "scores": [1.5, 7, 1.5, -3]},
+        Ranking((Q,), ("a", "b", "c", "d"), (1.0, 0.0, 1.0, 2.0)),
+    ),
+    (
+        "messages",
+        {"messages": TURNS[:1], "responses": [TURNS[1:], [TURNS[0], {"role": "assistant", "content": "b"}]], "scores": [0, 1]},
+        Ranking((Q,), ("a", "b"), (1.0, 0.0)),
+    ),
     ("hh", {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, Preference((Q,), "a", "b")),
     (
         "hh",
@@ -58,6 +82,56 @@ EXAMPLES: list[tuple[str, dict[str, Any], Record]] = [
     ("alpaca", {"instruction": "q", "output": ["a", "b"]}, Preference((Q,), "a", "b")),
     ("alpaca", {"instruction": "q", "chosen": "a", "rejected": "b"}, Preference((Q,), "a", "b")),
     ("alpaca", {"instruction": "q"}, Prompt((Q,))),
+    ("alpaca", {"instruction": "q", "output": ["a", "b", "c"]}, Ranking((Q,), ("a", "b", "c"), (0.0, 1.0, 2.0))),
+    ("alpaca", {"instruction": "q", "output": "a", "kto_tag": "true"}, Labelled((Q,), "a", True)),
+    ("sharegpt", {"conversations": GPT, "kto_tag": False}, Labelled((Q,), "a", False)),
+    (
+        "ultrafeedback",
+        {
+            "source": "x",
+            "instruction": "q",
+            "completions": [{"response": r, "overall_score": s} for r, s in (("a", 6.5), ("b", 8), ("c", 6.5))],
+        },
+        Ranking((Q,), ("a", "b", "c"), (1.0, 0.0, 1.0)),
+    ),
+    (
+        "ultrafeedback",
+        {
+            "prompt": "q",
+            "messages": TURNS,
+            "chosen": TURNS,
+            "rejected": [TURNS[0], {"role": "assistant", "content": "b"}],
+            "score_chosen": 8.5,
+            "score_rejected": 8.5,
+        },
+        Preference((Q,), "a", "b"),
+    ),
+    (
+        "shp",
+        {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 1, "score_A": 3, "score_B": 9},
+        Preference((Q,), "a", "b"),
+    ),
+    ("shp", {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 0}, Preference((Q,), "b", "a")),
+    (
+        "webgpt",
+        {"question": {"full_text": "q", "id": "1"}, "answer_0": "a", "answer_1": "b", "score_0": -1.0, "score_1": 1.0},
+        Preference((Q,), "b", "a"),
+    ),
+    (
+        "webgpt",
+        {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 0.5, "score_1": -0.5},
+        Preference((Q,), "a", "b"),
+    ),
+    (
+        "summarize",
+        {"info": {"post": "long", "article": None}, "summaries": [{"text": " a"}, {"text": " b"}], "choice": 1},
+        Preference((Message("user", "long\n\nTL;DR:"),), "b", "a"),
+    ),
+    (
+        "summarize",
+        {"info": {"post": None, "article": "news"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0},
+        Preference((Message("user", "news\n\nTL;DR:"),), "a", "b"),
+    ),
     (
         "alpaca",
         {"instruction": "r", "input": None, "output": "b", "system": "s", "history": [["q", "a"]]},
@@ -173,9 +247,33 @@ def test_a_prompts_reference_and_what_else_the_row_says_are_kept() -> None:
         ({"messages": "hello"}, "messages: expected a list of turns, found text"),
         ({"messages": [*TURNS, *TURNS[1:]]}, "turn 3 is assistant after assistant, expected user or tool"),
         ({"messages": [TURNS[1]]}, "turn 1 is assistant at the start, expected system or user"),
-        ({"prompt": "q", "completion": "a", "label": True}, "KTO"),
+        (
+            {"prompt": "q", "completion": "a", "label": "science"},
+            "label: expected true or false .* found 'science'; rename the column",
+        ),
+        ({"prompt": "q", "completion": "a", "label": 2}, "label: expected true or false .* found 2"),
+        ({"prompt": "q", "completion": "a", "label": [1]}, "label: expected true or false .* found a list"),
+        ({"prompt": "q", "completion": "a", "label": True, "score": 1}, "label and score"),
+        ({"conversations": GPT, "kto_tag": "good"}, "kto_tag: expected true or false"),
+        ({"prompt": "q", "responses": ["a", "b"]}, "found neither"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": [0, 1], "scores": [1, 0]}, "found both"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": 1}, "ranks: expected a list of numbers"),
+        ({"prompt": "q", "responses": ["a", "b"], "scores": [1, "good"]}, r"scores\[1\]: expected a number"),
+        ({"prompt": "q", "responses": ["a", 3], "scores": [1, 0]}, r"responses\[1\]: expected text, found a number"),
+        ({"prompt": "q", "responses": "a", "scores": [1]}, "responses: expected a list of answers"),
+        (
+            {"instruction": "q", "completions": [{"response": "a"}]},
+            r"completions\[0\].overall_score: expected a number, found nothing",
+        ),
+        ({"instruction": "q", "completions": ["a"]}, "completions: expected a list of objects"),
+        ({"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 3}, "labels: expected true or false"),
+        ({"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": ""}, "labels: expected 1 or 0"),
+        ({"question": "q", "answer_0": "a", "answer_1": "b", "score_0": 0, "score_1": 1}, "question: expected an object"),
+        ({"info": {}, "summaries": [], "choice": 0}, "info: expected an object with post or article"),
+        ({"info": {"post": "p"}, "summaries": [{"text": "a"}], "choice": 0}, "expected two summaries"),
+        ({"info": {"post": "p"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 2}, "choice 2"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected the content to be text"),
-        ({"instruction": "q", "output": ["a", "b", "c"]}, "a list of 3"),
+        ({"instruction": "q", "output": ["a"]}, "a list of 1"),
         ({"conversations": GPT[:1], "chosen": GPT[0], "rejected": GPT[1]}, "chosen: roles out of order"),
         ({"chosen": "Human: q\n\nAssistant: a\n\nHuman: r", "rejected": "Human: q\n\nAssistant: b"}, "ends with a Human turn"),
     ],
@@ -209,6 +307,20 @@ def test_different_prompts_are_unusable_not_unreadable() -> None:
         read_row({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: p\n\nAssistant: a"}, "auto", {})
     with pytest.raises(UnusableError, match="different prompts"):
         read_row({"chosen": TURNS, "rejected": [{"role": "user", "content": "p"}, TURNS[1]]}, "auto", {})
+
+
+def test_a_tie_is_unusable_not_unreadable() -> None:
+    row = {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 0.0, "score_1": 0.0}
+    with pytest.raises(UnusableError, match=r"^tie$"):
+        read_row(row, "auto", {})
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_scores_become_ranks_without_gaps_and_with_ties(scores: list[int]) -> None:
+    ranks = ranks_of_scores([float(score) for score in scores])
+    for rank, score in zip(ranks, scores, strict=True):
+        assert rank == len({other for other in scores if other > score})
 
 
 @pytest.mark.parametrize(

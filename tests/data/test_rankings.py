@@ -183,7 +183,7 @@ def test_the_cache_knows_what_the_labels_were_for(encoder: ConversationEncoder, 
     ("record", "message"),
     [
         (Ranking(Q, ("a",), (0.0,)), "two or more answers to rank, found 1"),
-        (Ranking(Q, ("a", "b"), (0.0,)), "one for each of the 2 responses, found 1"),
+        (Ranking(Q, ("a", "b"), (0.0,)), "one rank or score for each of the 2 answers, found 1"),
         (Ranking(Q, ("a", "b"), (0.0, float("nan"))), "expected finite numbers"),
     ],
 )

@@ -15,7 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 StageName = Literal["sft", "reward", "dpo", "ppo"]
 STAGES: tuple[StageName, ...] = ("sft", "reward", "dpo", "ppo")
 Dtype = Literal["float32", "bfloat16", "float16"]
-FormatName = Literal["messages", "hh", "alpaca", "sharegpt", "chatllama", "rm-static", "text"]
+FormatName = Literal[
+    "messages", "hh", "alpaca", "sharegpt", "chatllama", "rm-static", "ultrafeedback", "shp", "webgpt", "summarize", "text"
+]
 
 Count = Annotated[int, Field(ge=1)]  # a number of things, at least one
 Natural = Annotated[int, Field(ge=0)]

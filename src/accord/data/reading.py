@@ -199,9 +199,11 @@ def _check(record: Record) -> None:
     """Raises RowError for roles out of order, for text that is none and for a ranking that is none."""
     if isinstance(record, Ranking):
         if len(record.responses) != len(record.ranks):
-            raise RowError(f"ranks: expected one for each of the {len(record.responses)} responses, found {len(record.ranks)}")
+            raise RowError(
+                f"expected one rank or score for each of the {len(record.responses)} answers, found {len(record.ranks)}"
+            )
         if len(record.responses) < 2:
-            raise RowError(f"responses: expected two or more answers to rank, found {len(record.responses)}")
+            raise RowError(f"expected two or more answers to rank, found {len(record.responses)}")
         if not all(math.isfinite(rank) for rank in record.ranks):
             raise RowError(f"ranks: expected finite numbers, found {list(record.ranks)}")
     for text in texts_of(record):

@@ -45,7 +45,7 @@ __all__ = [
 
 def _load_all() -> None:
     """Formats register themselves when imported; the order is the order in which they are tried."""
-    from accord.data.formats import chatllama, sharegpt, alpaca, hh, messages, plain  # noqa: F401, I001
+    from accord.data.formats import chatllama, sharegpt, comparisons, alpaca, hh, messages, plain  # noqa: F401, I001
 
 
 _load_all()

@@ -165,6 +165,31 @@ def optional_number(row: Mapping[str, Any], column: str) -> float | None:
     return None if value is None or value == "" else number(value, column)
 
 
+_WORDS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def optional_label(row: Mapping[str, Any], column: str) -> bool | None:
+    """true or false, 1 or 0 (from CSV also as text); None where it is missing, null or empty. Raises RowError for anything else."""
+    value = row.get(column)
+    if value is None or value == "":
+        return None
+    if isinstance(value, str) and value.strip().lower() in _WORDS:
+        return _WORDS[value.strip().lower()]
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    shown = repr(value) if isinstance(value, str | int | float) else _kind(value)
+    raise RowError(
+        f"{column}: expected true or false (or 1, 0) for whether the answer is wanted, found {shown}; "
+        "rename the column if it says something else"
+    )
+
+
+def ranks_of_scores(scores: Sequence[float]) -> tuple[float, ...]:
+    """Higher is better: 0 for the highest score, 1 for the next lower one …; equal scores are ties."""
+    places = {score: float(place) for place, score in enumerate(sorted(set(scores), reverse=True))}
+    return tuple(places[score] for score in scores)
+
+
 _ROLES = {
     "system": "system",
     "developer": "system",

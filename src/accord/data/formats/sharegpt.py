@@ -1,6 +1,6 @@
 """ShareGPT: {"conversations": [{"from": "human|gpt|system|function_call|observation", "value"}, …]}, optional "system" and "tools".
 
-A pair has `chosen` and `rejected` turns beside the conversation. `tools` (a JSON description) is put into the system turn.
+A pair has `chosen` and `rejected` turns beside the conversation. With `kto_tag` true or false the last answer is a labelled one. `tools` (a JSON description) is put into the system turn.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from accord.data.formats.base import (
     check_roles,
     message,
     message_list,
+    optional_label,
     optional_number,
     optional_text,
     register,
     with_system,
 )
-from accord.data.records import Demonstration, Messages, Preference, Prompt
+from accord.data.records import Demonstration, Labelled, Messages, Preference, Prompt
 
 
 @register("sharegpt", ("conversations",))
-def read(row: Mapping[str, Any]) -> Prompt | Demonstration | Preference:
-    if row.get("kto_tag") is not None:
-        raise RowError("kto_tag: rows with a true/false label need the KTO loss, which is not there yet")
+def read(row: Mapping[str, Any]) -> Prompt | Demonstration | Preference | Labelled:
     turns = _with_system(row, message_list(row["conversations"], "conversations"))
     if row.get("chosen") is not None or row.get("rejected") is not None:
         chosen, rejected = message(row.get("chosen"), "chosen"), message(row.get("rejected"), "rejected")
@@ -35,7 +34,8 @@ def read(row: Mapping[str, Any]) -> Prompt | Demonstration | Preference:
         check_roles(turns, "prompt")
         return Preference(turns, chosen.content, rejected.content, optional_number(row, "margin"))
     if turns and turns[-1].role == "assistant":
-        return Demonstration(turns)
+        desirable = optional_label(row, "kto_tag")
+        return Demonstration(turns) if desirable is None else Labelled(turns[:-1], turns[-1].content, desirable)
     return Prompt(turns)
 
 
