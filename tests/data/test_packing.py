@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accord.data.loader import BatchOrder
-from accord.data.packing import first_fit_decreasing, make_pack, pack_trees
+from accord.data.packing import first_fit_decreasing, karmarkar_karp, make_pack, pack_trees
 from accord.data.trees import branching, single
 from accord.errors import DataError
 
@@ -58,6 +60,52 @@ def test_packing_keeps_every_tree_whole_and_once(forest, budget):
 
 def test_first_fit_decreasing_fills_bins():
     assert first_fit_decreasing([5, 4, 3, 3, 2, 1], 9) == [[0, 1], [2, 3, 4, 5]]
+
+
+item_sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+def sums(sizes, bins):
+    return [sum(sizes[i] for i in b) for b in bins]
+
+
+def test_largest_differencing_by_hand():
+    assert karmarkar_karp([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]]  # 8-7, 6-5, then 4-1, 3-1: the sums differ by 2
+    assert sums([5] * 4, karmarkar_karp([5] * 4, 2)) == [10, 10]
+    assert karmarkar_karp([3, 1], 3) == [[0], [1], []] and karmarkar_karp([], 2) == [[], []]
+    assert karmarkar_karp([3, 1, 2], 1) == [[0, 1, 2]]
+
+
+@given(item_sizes, st.integers(1, 6))
+@settings(deadline=None)
+def test_balanced_bins_hold_every_item_once(sizes, k):
+    bins = karmarkar_karp(sizes, k)
+    assert len(bins) == k and sorted(i for b in bins for i in b) == list(range(len(sizes)))
+    assert sum(map(bool, bins)) == min(k, len(sizes))
+    assert bins == karmarkar_karp(list(sizes), k)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(2, 3))
+@settings(deadline=None, max_examples=60)
+def test_the_largest_sum_is_near_the_best_that_trying_everything_finds(sizes, k):
+    choices = itertools.product(range(k), repeat=len(sizes))
+    best = min(max(sum(s for s, c in zip(sizes, choice, strict=True) if c == b) for b in range(k)) for choice in choices)
+    assert 3 * k * max(sums(sizes, karmarkar_karp(sizes, k))) <= (4 * k - 1) * best  # 4/3 - 1/(3k)
+
+
+@given(item_sizes, st.integers(40, 120))
+@settings(deadline=None)
+def test_packs_are_as_few_as_before_and_never_less_even(sizes, budget):
+    packs = pack_trees([single([3] * size, [True] * size) for size in sizes], budget)
+    before, after = sums(sizes, first_fit_decreasing(sizes, budget)), [len(pack) for pack in packs]
+    assert len(after) == len(before) and sum(after) == sum(sizes) and max(after) <= max(before) <= budget
+    assert max(after) - min(after) <= max(before) - min(before)
+
+
+def test_packs_of_a_step_have_nearly_the_same_size():
+    sizes = [30, 30, 30, 10, 10, 10]
+    assert sums(sizes, first_fit_decreasing(sizes, 100)) == [100, 20]
+    assert [len(pack) for pack in pack_trees([single([3] * size, [True] * size) for size in sizes], 100)] == [60, 60]
 
 
 def test_a_tree_above_the_budget_names_both_ways_out():

@@ -1,10 +1,12 @@
 """From trees to packs: one padding-free row of tokens, with everything a loss needs to know about it.
 
-Sources: prefix sharing for preference training, arXiv:2410.20305; first-fit decreasing, Johnson 1973.
+Sources: prefix sharing for preference training, arXiv:2410.20305; first-fit decreasing, Johnson 1973; largest differencing, Karmarkar
+and Karp 1982.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -144,8 +146,41 @@ def first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(b) for b in bins]
 
 
+def karmarkar_karp(sizes: Sequence[int], k: int) -> list[list[int]]:
+    """`k` bins of item numbers with sums as equal as the largest differencing method makes them; bins are empty where items run out.
+
+    Every item begins as a partition of its own: itself and k - 1 empty bins. The two partitions whose sums differ most are joined, the
+    largest bin of one with the smallest of the other, the second largest with the second smallest …, until one is left. The largest sum
+    is at most 4/3 - 1/(3k) of the best possible. Deterministic: of equal differences the one with the earliest item comes first.
+    """
+    if not sizes:
+        return [[] for _ in range(k)]
+    # (-(largest - smallest sum), earliest item, bins as (sum, items) with the largest sum first)
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-size if k > 1 else 0, item, [(size, [item]), *((0, []) for _ in range(k - 1))]) for item, size in enumerate(sizes)
+    ]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, first, bins = heapq.heappop(heap)
+        _, second, others = heapq.heappop(heap)
+        joined = [(a + b, left + right) for (a, left), (b, right) in zip(bins, reversed(others), strict=True)]
+        joined.sort(key=lambda one: -one[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
+    return sorted((sorted(items) for _, items in heap[0][2]), key=lambda items: items or [len(sizes)])
+
+
+def _balanced(sizes: Sequence[int], bins: list[list[int]]) -> list[list[int]]:
+    """As many bins with sums nearer to each other, or `bins` where that would make the largest larger or the spread wider."""
+    even = karmarkar_karp(sizes, len(bins))
+    before, after = ([sum(sizes[i] for i in b) for b in some] for some in (bins, even))
+    better = max(after) <= max(before) and max(after) - min(after) <= max(before) - min(before)
+    return even if better else bins
+
+
 def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[Pack]:
-    """Packs of at most `max_tokens` tokens; a tree is never split. The result depends on nothing but the arguments.
+    """As few packs of at most `max_tokens` tokens as first-fit decreasing needs, then evened out: the largest decides the peak of memory.
+
+    A tree is never split. The result depends on nothing but the arguments.
 
     Raises DataError when a tree alone is larger than the budget.
     """
@@ -156,4 +191,5 @@ def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[Pack]:
             f"an example needs {sizes[largest]:,} tokens (its prompt and all its answers) but train.max_tokens is {max_tokens:,}. "
             f"Raise train.max_tokens to {sizes[largest]:,} or lower data.max_length."
         )
-    return [make_pack([trees[i] for i in b], b) for b in first_fit_decreasing(sizes, max_tokens)]
+    bins = first_fit_decreasing(sizes, max_tokens)
+    return [make_pack([trees[i] for i in b], b) for b in (_balanced(sizes, bins) if len(bins) > 1 else bins)]
