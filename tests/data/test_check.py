@@ -74,7 +74,7 @@ def test_what_is_left_out_is_a_warning_and_exit_2_only_if_strict(run: Any, tmp_p
         "1 empty answer (a.jsonl:9)",
         "1 identical answers (a.jsonl:10)",
         "1 too long (a.jsonl:12)",
-        "1 of 9 training rows repeat an earlier one",
+        "1 of 9 training examples repeat an earlier one",
     ):
         assert said in text
     assert "over the limit" in text
@@ -83,7 +83,7 @@ def test_what_is_left_out_is_a_warning_and_exit_2_only_if_strict(run: Any, tmp_p
 
 def test_prompts_in_training_and_validation_are_counted(run: Any, tmp_path: Path) -> None:
     data = {"train": write(tmp_path / "a.jsonl", pairs(10)), "valid": write(tmp_path / "b.jsonl", pairs(3))}
-    assert "3 of 3 validation rows have a prompt that is trained on" in run(data=data)[1]
+    assert "3 of 3 validation examples have a prompt that is trained on" in run(data=data)[1]
 
 
 def test_too_few_rows_and_too_small_packs_are_errors(run: Any, tmp_path: Path) -> None:
@@ -127,3 +127,47 @@ def test_every_source_is_checked_for_what_it_holds(run: Any, tmp_path: Path) -> 
     demos = write(tmp_path / "d.jsonl", [{"prompt": f"q{i}", "completion": "a"} for i in range(8)])
     code, text = run(data={"train": [{"path": demos}, {"path": write(tmp_path / "p.jsonl", pairs(8))}]})
     assert code == 0 and "d.jsonl: demonstration" in text and "p.jsonl: preference" in text
+
+
+RANKED = [
+    {"prompt": f"question {i}", "responses": [f"good {i}", f"fair {i}", f"bad {i}", f"good {i}"], "ranks": [0, 1, 2, 3]}
+    for i in range(8)
+]
+
+
+def test_rankings_are_checked_as_rankings(run: Any, tmp_path: Path) -> None:
+    rows = [
+        *RANKED,
+        {"prompt": "q", "responses": ["a", "b"], "scores": [1, 1]},
+        {"prompt": "q", "responses": ["a", " a"], "scores": [1, 0]},
+        RANKED[0],
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    for model in (True, False):
+        code, text = run(data={"train": path}, model=model)
+        assert code == 0 and "a.jsonl: ranking" in text
+        assert "27 answers in 9 rankings: 27 pairs of a better and a worse one" in text
+        assert "1 no answer is better than another (a.jsonl:9)" in text and "1 identical answers (a.jsonl:10)" in text
+        assert "9 of 11 rows are used without some of their answers" in text
+        assert "1 of 9 training examples repeat an earlier one" in text
+    text = run(data={"train": path})[1]
+    assert "rank 0: ⟦good 0⟧⟦<|im_end|>⟧" in text and "rank 2: ⟦bad 0⟧⟦<|im_end|>⟧" in text
+
+
+def test_a_stage_that_learns_from_pairs_counts_the_pairs_of_rankings(run: Any, tmp_path: Path) -> None:
+    code, text = run("dpo", data={"train": write(tmp_path / "a.jsonl", RANKED)})
+    assert code == 0 and "dpo: preference" in text and "chosen: ⟦good 0⟧" in text
+    (line,) = (line for line in text.splitlines() if "a.jsonl" in line and "messages" in line)
+    assert [int(word) for word in line.split() if word.isdigit()] == [8, 8, 0, 0, 24]  # rows, used, left out, cut, examples
+
+
+def test_labelled_answers_are_checked_as_labelled_answers(run: Any, tmp_path: Path) -> None:
+    rows: list[Any] = [{"prompt": f"question {i}", "completion": f"answer {i}", "label": i % 4 == 0} for i in range(8)]
+    path = write(tmp_path / "a.jsonl", [*rows, *pairs(1)])
+    for model in (True, False):
+        code, text = run(data={"train": path}, model=model)
+        assert code == 0 and "a.jsonl: labelled" in text and "3 desirable and 7 undesirable answers" in text
+    text = run(data={"train": path}, examples=2)[1]
+    assert "desirable: ⟦answer 0⟧⟦<|im_end|>⟧" in text and "undesirable: ⟦answer 1⟧⟦<|im_end|>⟧" in text
+    code, text = run(data={"train": write(tmp_path / "b.jsonl", [{**row, "label": True} for row in rows])})
+    assert code == 0 and "every answer is labelled desirable" in text

@@ -416,19 +416,42 @@ def test_a_template_that_refuses_a_row_names_it(tokenizer: Any, loose_settings: 
         load(loose_settings(), ConversationEncoder(tokenizer, template), train_dataset=rows)
 
 
+COLUMNS = [
+    "prompt",
+    "chosen",
+    "rejected",
+    "completion",
+    "messages",
+    "score",
+    "instruction",
+    "conversations",
+    "text",
+    "label",
+    "responses",
+    "ranks",
+    "scores",
+    "output",
+    "completions",
+    "kto_tag",
+    "history",
+    "labels",
+    "info",
+]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(
         st.one_of(
             st.dictionaries(
-                st.sampled_from(
-                    ["prompt", "chosen", "rejected", "completion", "messages", "score", "instruction", "conversations", "text"]
-                ),
+                st.sampled_from(COLUMNS),
                 st.one_of(
                     st.none(),
                     st.text(max_size=8),
                     st.integers(),
                     st.floats(),
+                    st.booleans(),
+                    st.lists(st.one_of(st.text(max_size=3), st.integers(-1, 1)), max_size=3),
                     st.lists(st.dictionaries(st.sampled_from(["role", "content", "from"]), st.text(max_size=5)), max_size=2),
                 ),
                 max_size=4,

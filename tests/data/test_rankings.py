@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,57 @@ def test_what_is_no_ranking_is_an_unreadable_row(
 ) -> None:
     with pytest.raises(DataError, match=rf"train_dataset\[0\]  .*{message}"):
         load(loose_settings(), encoder, "ranking", train_dataset=[record])
+
+
+# --- rows of files ---
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    scores=st.lists(st.lists(st.integers(-2, 2), min_size=2, max_size=5), min_size=1, max_size=4),
+    column=st.sampled_from(["scores", "ranks"]),
+)
+def test_ranked_rows_of_a_file_come_back_best_first_in_the_same_way(
+    encoder: ConversationEncoder, settings: Any, tmp_path: Path, scores: list[list[int]], column: str
+) -> None:
+    rows = [
+        {"prompt": f"q{i}", "responses": [f"answer {j}" for j in range(len(row))], column: row} for i, row in enumerate(scores)
+    ]
+    ordered = [row for row in scores if len(set(row)) > 1]
+    data = settings(write(tmp_path / "a.jsonl", rows), holdout=0.0, cache=False)
+    if not ordered:
+        with pytest.raises(DataError, match="no answer is better than another"):
+            load(data, encoder, "ranking")
+        return
+    examples = load(data, encoder, "ranking")
+    assert sum(examples.report.train[0].dropped.values()) == len(scores) - len(ordered)
+    for example, row in zip(examples.train, ordered, strict=True):
+        sign = -1 if column == "scores" else 1
+        for (a, rank_a), (b, rank_b) in itertools.combinations(zip(row, example.labels, strict=True), 2):
+            assert np.sign(rank_a - rank_b) == sign * np.sign(a - b)
+
+
+def test_labels_in_a_csv_file_are_text(encoder: ConversationEncoder, settings: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion,label\nq,a,true\nr,b,False\ns,c,1\nt,d,0\n")
+    train = load(settings(str(tmp_path / "a.csv"), holdout=0.0), encoder, "labelled").train
+    assert [example.labels for example in train] == [(1.0,), (0.0,), (1.0,), (0.0,)]
+    (tmp_path / "b.csv").write_text("prompt,completion,label\nq,a,true\nr,b,perhaps\n")
+    with pytest.raises(DataError, match=r"^b\.csv:3  label: expected true or false .*found 'perhaps'"):
+        load(settings(str(tmp_path / "b.csv")), encoder, "labelled")
+
+
+def test_ties_of_webgpt_are_left_out_and_counted(encoder: ConversationEncoder, loose_settings: Any) -> None:
+    row = {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 0.0, "score_1": 0.0}
+    examples = load(loose_settings(), encoder, train_dataset=[row, {**row, "score_1": 1.0}])
+    assert examples.report.train[0].dropped == {"tie": 1} and examples.train[0].record == Preference(Q, "b", "a")
+
+
+def test_a_ranking_with_one_completion_is_an_unreadable_row(encoder: ConversationEncoder, loose_settings: Any) -> None:
+    row = {"instruction": "q", "completions": [{"response": "a", "overall_score": 1}]}
+    with pytest.raises(DataError, match="expected two or more answers to rank, found 1"):
+        load(loose_settings(), encoder, train_dataset=[row])
+    with pytest.raises(DataError, match="one rank or score for each of the 3 answers, found 2"):
+        load(loose_settings(), encoder, train_dataset=[{"prompt": "q", "responses": ["a", "b", "c"], "scores": [1, 2]}])
 
 
 # --- length ---

@@ -79,6 +79,22 @@ def test_sharegpt_pairs_share_their_prompt(
         assert example.tree.num_tokens == sum(len(example.tree.sequence(leaf)) for leaf in example.tree.leaves) - len(prompt)
 
 
+@pytest.mark.parametrize("name", ["dpo_en.json", "dpo_zh.json"])
+def test_sharegpt_pairs_as_rankings_and_labelled_answers_are_the_same_trees(
+    real_data: Path, encoder: ConversationEncoder, settings: Any, name: str
+) -> None:
+    needs: tuple[Any, ...] = ("preference", "ranking", "labelled")
+    data = settings([{"path": str(real_data / name), "max_rows": 60}], holdout=0.0)
+    pairs, ranked, labelled = (load_examples(data, encoder, need, seed=1, max_length=10**6) for need in needs)
+    assert [len(one.train) for one in (ranked, labelled)] == [len(pairs.train)] * 2
+    for pair, ranking, both in zip(pairs.train, ranked.train, labelled.train, strict=True):
+        assert pair.labels is None and ranking.labels == (0.0, 1.0) and both.labels == (1.0, 0.0)
+        assert ranking.record.responses == (pair.record.chosen, pair.record.rejected) and both.record == pair.record
+        for other in (ranking, both):
+            for one, two in zip(pair.tree.segments, other.tree.segments, strict=True):
+                assert np.array_equal(one.tokens, two.tokens) and np.array_equal(one.trained, two.trained)
+
+
 @pytest.mark.real_model
 def test_smollm2_counts_of_hh(real_data: Path, smol_tokenizer: Any, settings: Any) -> None:
     """PEERS.md §1: a prompt is 124 tokens on average, the answers 38 and 47 (without the template's own)."""

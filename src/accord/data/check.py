@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accord.data.dataset import Example, ExampleList, Options, held_out, prompt_hash, record_hash, source_reports, store_of
+from accord.data.dataset import (
+    Example,
+    ExampleList,
+    Options,
+    held_out,
+    labels_for,
+    prompt_hash,
+    record_hash,
+    source_reports,
+    store_of,
+)
 from accord.data.needs import Need
 from accord.data.reading import UNREADABLE, SourceReport, SourceSpec, read_records, read_served, texts_of
 from accord.data.records import Demonstration, Labelled, PlainText, Preference, Prompt, Ranking, Record, Scored
@@ -21,6 +32,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _BINS = 10
+_LABELS_SAID = ("ranking", "labelled")  # needs whose labels are counted
 _NEED_OF: dict[type, Need] = {
     Demonstration: "demonstration",
     Preference: "preference",
@@ -41,6 +53,7 @@ class Part:
     keys: np.ndarray  # [n] hash of the whole example
     lengths: np.ndarray  # [n] of the longest sequence
     sizes: np.ndarray  # [n] tokens that the example computes
+    labels: tuple[tuple[float, ...], ...] = ()  # of rankings and labelled answers, by example
     trained: int = 0
     examples: ExampleList | None = None
 
@@ -102,6 +115,7 @@ def check_data(
         for report in part.reports:
             _judge_source(report, options, result)
     _judge_duplicates(result)
+    _judge_labels(result)
     if result.valid is not None:
         _judge_overlap(result)
     else:
@@ -115,13 +129,21 @@ def _part(sources: Sequence[SourceSpec], encoder: ConversationEncoder | None, op
         return _part_without_tokens(sources, options)
     store = store_of(sources, encoder, options, cache)
     examples = ExampleList(store, np.arange(len(store)))
+    labels = tuple(store.labels(i) or () for i in range(len(store))) if options.need in _LABELS_SAID else ()
     return Part(
-        source_reports(store), store.groups, store.keys, store.longest(), store.num_tokens(), store.num_trained(), examples
+        source_reports(store),
+        store.groups,
+        store.keys,
+        store.longest(),
+        store.num_tokens(),
+        labels,
+        store.num_trained(),
+        examples,
     )
 
 
 def _part_without_tokens(sources: Sequence[SourceSpec], options: Options) -> Part:
-    reports, groups, keys, lengths = [], [], [], []
+    reports, groups, keys, lengths, labels = [], [], [], [], []
     for source in sources:
         report = SourceReport(source.name)
         reports.append(report)
@@ -133,8 +155,12 @@ def _part_without_tokens(sources: Sequence[SourceSpec], options: Options) -> Par
                 groups.append(prompt_hash(record))
                 keys.append(record_hash(record))
                 lengths.append(_characters(record))
+                if options.need in _LABELS_SAID:
+                    labels.append(labels_for(record, options.need) or ())
     sizes = np.asarray(lengths, dtype=np.int64)
-    return Part(tuple(reports), np.asarray(groups, dtype=np.uint64), np.asarray(keys, dtype=np.uint64), sizes, sizes)
+    return Part(
+        tuple(reports), np.asarray(groups, dtype=np.uint64), np.asarray(keys, dtype=np.uint64), sizes, sizes, tuple(labels)
+    )
 
 
 def _characters(record: Record) -> int:
@@ -179,14 +205,22 @@ def _judge_duplicates(result: Check) -> None:
         if part is not None:
             repeated = len(part.keys) - len(np.unique(part.keys))
             if repeated:
-                result.warnings.append(f"{repeated:,} of {len(part.keys):,} {name} rows repeat an earlier one")
+                result.warnings.append(f"{repeated:,} of {len(part.keys):,} {name} examples repeat an earlier one")
+
+
+def _judge_labels(result: Check) -> None:
+    labels = [label for example in result.train.labels for label in example]
+    if result.need == "labelled" and labels and len(set(labels)) == 1:
+        result.warnings.append(
+            f"every answer is labelled {'desirable' if labels[0] else 'undesirable'}: there is nothing to tell apart"
+        )
 
 
 def _judge_overlap(result: Check) -> None:
     assert result.valid is not None
     shared = int(np.isin(result.valid.groups, result.train.groups).sum())
     if shared:
-        result.warnings.append(f"{shared:,} of {len(result.valid.groups):,} validation rows have a prompt that is trained on")
+        result.warnings.append(f"{shared:,} of {len(result.valid.groups):,} validation examples have a prompt that is trained on")
 
 
 def _judge_sizes(result: Check, limits: Limits) -> None:
@@ -213,16 +247,19 @@ def print_check(result: Check, console: Console, encoder: ConversationEncoder | 
     from rich.table import Table
 
     console.rule(escape(f"{result.title}: {result.need}"))
-    table = Table("source", "format", "rows", "used", "left out", "cut")
+    table = Table("source", "format", "rows", "used", "left out", "cut", "examples")
     for part, suffix in ((result.train, ""), (result.valid, " (validation)")):
         for report in part.reports if part else ():
             table.add_row(
                 escape(report.name + suffix), ", ".join(report.formats), f"{report.read:,}", f"{report.used:,}",
                 f"{sum(report.dropped.values()):,}", f"{report.cut:,}",
+                f"{report.examples:,}",
             )  # fmt: skip
     console.print(table)
     if result.held:
         console.print(f"{result.held:,} of these are held out for validation (data.holdout)")
+    if result.train.labels:
+        console.print(_label_counts(result), highlight=False)
     if len(result.train.lengths):
         console.print(_histogram(result), highlight=False)
     if result.unit == "tokens":
@@ -251,6 +288,17 @@ def print_check(result: Check, console: Console, encoder: ConversationEncoder | 
 def _labels(example: Example, need: Need) -> str:
     """A margin or a score; ranks and desirability stand at their answers."""
     return f"  label {example.labels[0]:g}" if example.labels and need in ("preference", "scored") else ""
+
+
+def _label_counts(result: Check) -> str:
+    """How many answers and pairs there are, or how many answers of each label."""
+    labels = result.train.labels
+    answers = sum(map(len, labels))
+    if result.need == "labelled":
+        desirable = int(sum(map(sum, labels)))
+        return f"{desirable:,} desirable and {answers - desirable:,} undesirable answers"
+    pairs = sum(a != b for ranks in labels for a, b in combinations(ranks, 2))
+    return f"{answers:,} answers in {len(labels):,} rankings: {pairs:,} pairs of a better and a worse one"
 
 
 def _names(example: Example, need: Need) -> list[str]:

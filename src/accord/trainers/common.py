@@ -98,11 +98,14 @@ def parts(size: int) -> Iterator[range]:
 
 
 def labels_of(examples: Sequence[Example], indices: Sequence[int]) -> Tensor | None:
-    """[B] margins or scores of the step's examples in the order of `indices`; None when none has one. An absent margin is 0."""
+    """[B] margins or scores of the step's examples in the order of `indices`; None when none has one. An absent margin is 0.
+
+    For examples of one label at most: raises ValueError or RuntimeError for others.
+    """
     labels = [examples[i].labels for i in indices]
     if all(label is None for label in labels):
         return None
-    return torch.tensor([0.0 if label is None else label[0] for label in labels], dtype=torch.float32)
+    return torch.tensor([label or (0.0,) for label in labels], dtype=torch.float32).reshape(len(labels))
 
 
 def limited(examples: Sequence[Example], most: int | None) -> Sequence[Example]:
