@@ -90,11 +90,13 @@ def test_it_starts_at_half_with_nothing_learnt(tiny_folder, tmp_path):
 
 
 def test_it_learns_which_answers_are_wanted(tiny_folder, tmp_path):
-    changes = {"train": {"max_steps": 30, "batch_size": 8, "lr": 3e-3}}
-    t = trainer("dpo-kto", tiny_folder("llama"), tmp_path, changes)
-    metrics = [t.step(step) for step in range(1, 31)]
-    assert metrics[-1]["dpo/loss"] < 0.6 * metrics[0]["dpo/loss"]
-    assert metrics[-1]["dpo/reward_accuracy"] > 0.8 and metrics[-1]["dpo/reward_margin"] > 1
+    changes = {"train": {"max_steps": 24, "batch_size": 8, "lr": 3e-3}}
+    for rows in (labelled, pairs):
+        t = trainer("dpo-kto", tiny_folder("llama"), tmp_path / rows.__name__, changes, train=rows())
+        metrics = [t.step(step) for step in range(1, 25)]
+        both = [m for m in metrics if "dpo/reward_margin" in m]  # a small batch may hold answers of one kind only
+        assert both[-1]["dpo/reward_margin"] > 3 and both[-1]["dpo/reward_accuracy"] == 1
+        assert both[-1]["dpo/loss"] < 0.3 * metrics[0]["dpo/loss"]
 
 
 def test_pairs_are_judged_as_pairs_and_marked_answers_by_their_side(tiny_folder, tmp_path):
