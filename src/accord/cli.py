@@ -139,11 +139,18 @@ def generate(
         str, typer.Option(help="One JSON object a line, in the order of the input.", metavar="FILE", show_default=False)
     ],
     overrides: Overrides = None,
+    best_of: Annotated[
+        int | None,
+        typer.Option(help="Answer each prompt so often and keep the best by --judge.", metavar="N", show_default=False),
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="A reward model, or module:function, for --best-of.", metavar="JUDGE", show_default=False)
+    ] = None,
 ) -> None:
     """Answer a file of prompts. Started again, it goes on where it stopped."""
     from accord.commands.generate import generate as command
 
-    command(model, prompts, out, _only_overrides(overrides))
+    command(model, prompts, out, _only_overrides(overrides), best_of, judge)
 
 
 @app.command(short_help="Talk with a model in the terminal.")

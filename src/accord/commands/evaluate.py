@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accord.commands.inference import MODEL_KEYS, Speaker, load_speaker, quiet, sampling_seed, settings
+from accord.commands.judge import Judge
 from accord.config import Config
 from accord.config.messages import nearest
 from accord.errors import ConfigError, DataError
@@ -142,12 +143,12 @@ def reward_accuracy(model: str, config: Config) -> dict[str, Any]:
 
 def win_rate(model: str, against: str, judge: str, config: Config) -> dict[str, Any]:
     """How often the judge scores `model`'s answer above `against`'s; a tie counts half. Both answer with the same seeds."""
-    judged = [_Judge(judge, config)]  # a judge that can't be used is said before anything is generated
+    judged = Judge(judge, config)  # one that can't be used is said before anything is generated
     sides = []
     for name in (model, against):
         speaker = load_speaker(name, config)
         examples, samples = _answers(speaker, config)
-        sides.append((samples, judged[0].score(samples, speaker.encoder), examples))
+        sides.append((samples, judged.score(samples, speaker.encoder), examples))
         del speaker
     (own, own_scores, examples), (other, other_scores, _) = sides
     if [sample.prompt for sample in own] != [sample.prompt for sample in other]:
@@ -172,42 +173,6 @@ def win_rate(model: str, against: str, judge: str, config: Config) -> dict[str, 
         "tokens_against": _mean([len(sample.response_ids) for sample in other]),
         **_counts(examples),
     }
-
-
-class _Judge:
-    """module:function, or a reward model that reads each model's answers in its own tokens where they differ."""
-
-    def __init__(self, judge: str, config: Config) -> None:
-        from accord.rewards.function import FunctionReward
-
-        self.config = config
-        self.function = FunctionReward(judge, key="--judge") if _is_function(judge) else None
-        if self.function is None:
-            from accord.models.forward import FrozenModel
-            from accord.models.load import load_scalar
-
-            self.loaded = load_scalar(judge, config.model, seed=config.run.seed, trainable=False, fresh_head=False)
-            self.frozen = FrozenModel(self.loaded.module)
-
-    def score(self, samples: Sequence[Sample], encoder: ConversationEncoder) -> list[float]:
-        if self.function is not None:
-            return self.function.score(samples)
-        from accord.data.template import ConversationEncoder
-        from accord.models.heads import context_length
-        from accord.rewards.model import ModelReward, same_tokens
-
-        own = ConversationEncoder(self.loaded.tokenizer, self.config.model.chat_template)
-        reward = ModelReward(
-            self.frozen,
-            max_tokens=self.config.train.max_tokens,
-            max_length=context_length(self.loaded.module),
-            encoder=None if same_tokens(own.tokenizer, encoder.tokenizer) else own,
-        )
-        return reward.score(samples)
-
-
-def _is_function(judge: str) -> bool:
-    return ":" in judge and not judge.startswith("demo:") and not Path(judge).exists()
 
 
 def _answers(speaker: Speaker, config: Config) -> tuple[Examples, list[Sample]]:

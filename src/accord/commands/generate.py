@@ -4,45 +4,55 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accord.commands.inference import MODEL_KEYS, Speaker, load_speaker, quiet, sampling_seed, settings
+from accord.commands.judge import Judge
 from accord.commands.output import Output, Progress, prompt_value, weights_state
 from accord.config import Config
-from accord.errors import DataError, Interrupted
+from accord.errors import ConfigError, DataError, Interrupted
 
 if TYPE_CHECKING:
     from accord.data.reading import SourceReport
     from accord.data.records import Prompt
+    from accord.engine.generate import Rollout
 
 READS = ("generate.", "engine.", *MODEL_KEYS, "data.format", "data.columns", "data.on_bad_row", "data.truncate")
 _SECONDS_PER_WRITE = 10.0  # about what a kill may cost
-_MOST_ROWS = 1024
+_FIRST_ROWS, _MOST_ROWS = 32, 1024
 
 
-def generate(model: str, prompts: str, out: str, overrides: list[str]) -> None:
+def generate(
+    model: str, prompts: str, out: str, overrides: list[str], best_of: int | None = None, judge: str | None = None
+) -> None:
     """Answer every prompt. Writes one JSON object a line, in the order of the input:
 
         {"prompt", "response", "token_ids", "logprobs", "finish_reason"}
+
+    With `best_of` n each prompt is answered n times and the answer that `judge` scores highest is written, with "score" and all
+    "scores"; of equal ones the first.
 
     `prompt` is the user's text, or the list of messages where there is more than that. Every row is read and measured before the
     first answer. Lines go to OUT.partial, which is renamed to OUT when it is whole; the same command started again goes on after the
     last whole line and ends with the same file. OUT.settings.json says what the answers were made with.
 
-    Raises ConfigError for an unusable model, key or output file, DataError for unusable prompts, Interrupted for Ctrl-C.
+    Raises ConfigError for an unusable model, judge, key or output file, DataError for unusable prompts, Interrupted for Ctrl-C.
     """
     config = settings("generate", overrides, READS)
+    _check_best_of(best_of, judge, config)
     quiet()
     output = Output(Path(out), "generate", "answers")
     output.check_writable()
     rows = _Rows(prompts, config)
     rows.check_readable()
+    judging = Judging(best_of, judge, Judge(judge, config)) if best_of is not None and judge is not None else None
     speaker = load_speaker(model, config)
     count, report = rows.measure(speaker)
-    done = output.open(_made_with(model, speaker, rows, config))
+    done = output.open(_made_with(model, speaker, rows, config, judging))
     if report.dropped:
         print(f"{prompts}: {count:,} of {report.read:,} rows; left out: {report.drops()}")
     if done is None:
@@ -51,7 +61,7 @@ def generate(model: str, prompts: str, out: str, overrides: list[str]) -> None:
     if done:
         print(f"going on after {done:,} of {count:,} answers")
     try:
-        _answer(speaker, rows, count, done, sampling_seed(config), output)
+        _answer(speaker, rows, count, done, sampling_seed(config), output, judging)
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted; {output.partial} keeps the answers so far. Start the same command again to go on."
@@ -60,30 +70,64 @@ def generate(model: str, prompts: str, out: str, overrides: list[str]) -> None:
     print(f"{count:,} answers: {out}")
 
 
-def _answer(speaker: Speaker, rows: _Rows, count: int, done: int, seed: int, output: Output) -> None:
+@dataclass(frozen=True)
+class Judging:
+    """Best of n: who is asked."""
+
+    best_of: int
+    name: str
+    judge: Judge
+
+    def best(self, speaker: Speaker, prompt: Prompt, ids: list[int], rollouts: Sequence[Rollout]) -> tuple[int, list[float]]:
+        """The number of the best answer, and what each was given."""
+        from accord.rewards.base import Sample
+
+        samples = [Sample(prompt, ids, r.token_ids, speaker.text(r.token_ids), r.truncated) for r in rollouts]
+        scores = self.judge.score(samples, speaker.encoder)
+        return max(range(len(scores)), key=scores.__getitem__), scores
+
+
+def _check_best_of(best_of: int | None, judge: str | None, config: Config) -> None:
+    if (best_of is None) != (judge is None):
+        given, missing = ("--best-of", "--judge") if judge is None else ("--judge", "--best-of")
+        raise ConfigError(f"{given} needs {missing}: give both, such as --best-of 8 --judge runs/rm, or neither.")
+    if best_of is not None and best_of < 2:
+        raise ConfigError(f"--best-of {best_of}: expected 2 or more. Leave it out for one answer a prompt.")
+    if best_of is not None and config.generate.temperature == 0:
+        raise ConfigError(
+            "generate.temperature=0 gives the same answer every time: nothing to choose from. Use 1.0, or leave --best-of out."
+        )
+
+
+def _answer(speaker: Speaker, rows: _Rows, count: int, done: int, seed: int, output: Output, judging: Judging | None) -> None:
     """Windows of rows, as many as take about `_SECONDS_PER_WRITE`; each is on disk before the next begins."""
     from accord.engine.generate.sampling import row_seeds
 
-    seeds = row_seeds(seed, count)  # one a row of the input, so that a resumed run samples what an undisturbed one would
+    each = judging.best_of if judging is not None else 1
+    seeds = row_seeds(
+        seed, count * each
+    )  # `each` a row of the input, so that a resumed run samples what an undisturbed one would
     waiting = islice(rows.prompts(speaker), done, None)
-    window = 32
+    window = _FIRST_ROWS
     with Progress("generate", count, done) as progress:
         while batch := list(islice(waiting, window)):
             started = time.monotonic()
-            numbers = range(done, done + len(batch))
+            numbers = range(done * each, (done + len(batch)) * each)
             rollouts = speaker.generator.generate(
-                [ids for _, ids in batch], speaker.params, seeds=[int(seeds[i]) for i in numbers]
+                [ids for _, ids in batch for _ in range(each)], speaker.params, seeds=[int(seeds[i]) for i in numbers]
             )
-            lines = [
-                {
+            lines = []
+            for i, (prompt, ids) in enumerate(batch):
+                answers = rollouts[i * each : (i + 1) * each]
+                best, scores = judging.best(speaker, prompt, ids, answers) if judging is not None else (0, [])
+                line = {
                     "prompt": prompt_value(prompt.messages),
-                    "response": speaker.text(rollout.token_ids),
-                    "token_ids": rollout.token_ids,
-                    "logprobs": [round(value, 6) for value in rollout.logprobs],
-                    "finish_reason": rollout.finish_reason,
+                    "response": speaker.text(answers[best].token_ids),
+                    "token_ids": answers[best].token_ids,
+                    "logprobs": [round(value, 6) for value in answers[best].logprobs],
+                    "finish_reason": answers[best].finish_reason,
                 }
-                for (prompt, _), rollout in zip(batch, rollouts, strict=True)
-            ]
+                lines.append(line if judging is None else line | {"score": scores[best], "scores": scores})
             output.write(lines)
             done += len(batch)
             progress.advance(len(batch), sum(len(rollout.token_ids) for rollout in rollouts))
@@ -170,9 +214,9 @@ class _Rows:
             )
 
 
-def _made_with(model: str, speaker: Speaker, rows: _Rows, config: Config) -> dict[str, Any]:
+def _made_with(model: str, speaker: Speaker, rows: _Rows, config: Config, judging: Judging | None) -> dict[str, Any]:
     """Everything that decides the answers, as plain data."""
-    return {
+    made_with: dict[str, Any] = {
         "model": model,
         "weights": weights_state(Path(speaker.path)),
         "dtype": config.model.dtype,
@@ -184,3 +228,6 @@ def _made_with(model: str, speaker: Speaker, rows: _Rows, config: Config) -> dic
         "truncate": config.data.truncate,
         "generate": {**config.generate.model_dump(mode="json"), "seed": sampling_seed(config)},
     }
+    if judging is not None:
+        made_with |= {"best_of": judging.best_of, "judge": judging.name, "judge_weights": judging.judge.state()}
+    return made_with
