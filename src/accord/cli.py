@@ -170,18 +170,25 @@ def score(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A reward model: folder, hub id or run.", show_default=False)],
     data: Annotated[
         str,
-        typer.Option(help="Answers or preference pairs with their prompts, in any format.", metavar="FILE", show_default=False),
+        typer.Option(help="Answers, pairs or rankings with their prompts, in any format.", metavar="FILE", show_default=False),
     ],
     out: Annotated[
         str,
         typer.Option(
             help="One JSON object a line, in the order of the input: prompt, response, score. A pair gives two, the chosen answer "
-            "first, with their role.",
+            "first, with their role; a ranking one for each answer, with its rank.",
             metavar="FILE",
             show_default=False,
         ),
     ],
     overrides: Overrides = None,
+    normalized: Annotated[
+        bool,
+        typer.Option(
+            "--normalized",
+            help="Scores with mean 0 and deviation 1 on the answers held out when the model was trained.",
+        ),
+    ] = False,
 ) -> None:
     """Score a file of answers with a reward model. Started again, it goes on where it stopped.
 
@@ -190,7 +197,7 @@ def score(
     """
     from accord.commands.score import score as command
 
-    command(model, data, out, _only_overrides(overrides))
+    command(model, data, out, _only_overrides(overrides), normalized)
 
 
 @app.command(short_help="Perplexity, reward accuracy or win rate.")

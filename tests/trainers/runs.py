@@ -56,6 +56,18 @@ def labelled(n: int = 12) -> list[dict[str, Any]]:
     return [{"prompt": sentence(i, 3 + i % 4), "completion": sentence(i + 50, 2 + i % 5), "label": i % 3 > 0} for i in range(n)]
 
 
+def rankings(n: int = 12) -> list[dict[str, Any]]:
+    """Two to four answers each, the first of which share their opening words; now and then two of one rank."""
+    return [
+        {
+            "prompt": sentence(i, 3 + i % 4),
+            "responses": [f"well {sentence(i + 30 * k, 1 + (i + 2 * k) % 5)} {k}" for k in range(2 + i % 3)],
+            "ranks": [[1, 0], [2, 0, 2], [3, 1, 2, 1]][i % 3],
+        }
+        for i in range(n)
+    ]
+
+
 def scored(n: int = 12) -> list[dict[str, Any]]:
     return [{"user_input": sentence(i, 3), "completion": sentence(i + 50, 4), "score": float(i % 6)} for i in range(n)]
 
@@ -64,6 +76,9 @@ STAGES = {
     "sft": (SFTTrainer, demonstrations, {}),
     "reward": (RewardTrainer, pairs, {}),
     "reward-mse": (RewardTrainer, scored, {"reward": {"loss_type": "mse"}}),
+    "reward-ranking": (RewardTrainer, rankings, {"reward": {"loss_type": "ranking", "center_coefficient": 0.02}}),
+    "reward-token_pairwise": (RewardTrainer, pairs, {"reward": {"loss_type": "token_pairwise", "center_coefficient": 0.02}}),
+    "reward-log_exp": (RewardTrainer, pairs, {"reward": {"loss_type": "log_exp"}}),
     "dpo": (DPOTrainer, pairs, {"dpo": {"beta": 0.5}}),
     "dpo-ipo": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "loss_type": "ipo"}}),
     "dpo-hinge": (DPOTrainer, pairs, {"dpo": {"beta": 0.5, "loss_type": "hinge"}}),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accord.data.template import ConversationEncoder
     from accord.models.forward import FrozenModel
     from accord.models.load import LoadedModel
+    from accord.models.normalization import Normalization
 
 READS = (
     "model.dtype",
@@ -39,10 +40,14 @@ READS = (
 _SECONDS_PER_WRITE = 2.0  # about what a kill may cost
 
 
-def score(model: str, data: str, out: str, overrides: list[str]) -> None:
-    """Score every answer. Writes one JSON object a line, in the order of the input; a pair gives two, its chosen answer first:
+def score(model: str, data: str, out: str, overrides: list[str], normalized: bool = False) -> None:
+    """Score every answer. Writes one JSON object a line, in the order of the input; a pair gives two, its chosen answer first, a ranking
+    as many as it has answers:
 
-        {"prompt", "response", "score"}  and for a pair {…, "role": "chosen" | "rejected"}
+        {"prompt", "response", "score"}  and for a pair {…, "role": "chosen" | "rejected"}, for a ranking {…, "rank"}
+
+    `normalized` subtracts the mean of the scores on the answers held out from the model's training and divides by their deviation, as
+    the model keeps them.
 
     Each text is read by the model alone, so that its score depends on nothing but itself, to the last bit. With `train.max_tokens`
     set, texts go through the model together, up to that many tokens at a time and sharing prompts: faster, and equal but for rounding.
@@ -50,7 +55,8 @@ def score(model: str, data: str, out: str, overrides: list[str]) -> None:
     Every row is read and measured before the first score. Lines go to OUT.partial, which is renamed to OUT when it is whole; the same
     command started again goes on after the last whole line. OUT.settings.json says what the scores were made with.
 
-    Raises ConfigError for an unusable model, key or output file, DataError for unusable rows, Interrupted for Ctrl-C.
+    Raises ConfigError for an unusable model, key or output file and for a model that does not say how its scores lie when `normalized`
+    asks for it, DataError for unusable rows, Interrupted for Ctrl-C.
     """
     config = settings("score", overrides, READS)
     quiet()
@@ -58,7 +64,7 @@ def score(model: str, data: str, out: str, overrides: list[str]) -> None:
     output.check_writable()
     rows = _Rows(data, config)
     rows.check_readable()
-    judge = _load_judge(model, config)
+    judge = _load_judge(model, config, normalized)
     count, report = rows.measure(judge)
     together = config.train.max_tokens if "max_tokens" in config.train.model_fields_set else None
     done = output.open(_made_with(model, judge, rows, config, together))
@@ -91,7 +97,7 @@ def _score(judge: _Judge, rows: _Rows, count: int, done: int, together: int | No
             start += len(batch)
             if start <= done:
                 continue
-            scores = judge.model.scores(_pack(batch)).tolist()
+            scores = judge.scores(_pack(batch))
             lines = [text.line(value) for text, value in zip(batch, scores, strict=True)]
             new = lines[max(0, done - (start - len(batch))) :]
             waiting += new
@@ -111,6 +117,11 @@ class _Judge:
     model: FrozenModel
     encoder: ConversationEncoder
     max_length: int | None  # of prompt and answer
+    normalization: Normalization | None  # None: scores as they are
+
+    def scores(self, pack: Pack) -> list[float]:
+        scores: list[float] = self.model.scores(pack).tolist()
+        return scores if self.normalization is None else [self.normalization.apply(score) for score in scores]
 
     @property
     def limit(self) -> str:
@@ -119,14 +130,16 @@ class _Judge:
         return "the model's context" if self.max_length == context_length(self.loaded.module) else "reward_model.max_length"
 
 
-def _load_judge(model: str, config: Config) -> _Judge:
-    """Raises ConfigError when there is no such reward model, or reward_model.max_length is more than it reads."""
+def _load_judge(model: str, config: Config, normalized: bool) -> _Judge:
+    """Raises ConfigError when there is no such reward model, reward_model.max_length is more than it reads, or it has no normalisation."""
     from accord.data.template import ConversationEncoder
     from accord.models.forward import FrozenModel
     from accord.models.heads import context_length
     from accord.models.load import load_scalar
+    from accord.models.normalization import load_normalization
 
     loaded = load_scalar(model, config.model, seed=config.run.seed, trainable=False, fresh_head=False)
+    normalization = load_normalization(loaded.module) if normalized else None
     wanted, context = config.reward_model.max_length, context_length(loaded.module)
     if wanted is not None and context is not None and wanted > context:
         raise ConfigError(
@@ -134,7 +147,7 @@ def _load_judge(model: str, config: Config) -> _Judge:
             f"Set it to {context:,} or less, or leave it out."
         )
     encoder = ConversationEncoder(loaded.tokenizer, config.model.chat_template)
-    return _Judge(loaded, FrozenModel(loaded.module), encoder, context if wanted is None else wanted)
+    return _Judge(loaded, FrozenModel(loaded.module), encoder, context if wanted is None else wanted, normalization)
 
 
 def _batches(texts: Iterable[_Text], max_tokens: int | None) -> Iterator[list[_Text]]:
@@ -180,7 +193,7 @@ class _Text:
 
     prompt: Messages
     response: str
-    role: str | None  # its side of a pair
+    place: dict[str, Any]  # its side of a pair (role) or its rank, as the line says it
     prompt_ids: list[int]
     response_ids: list[int]
     origin: str
@@ -195,8 +208,7 @@ class _Text:
                 f"{self.origin}  the model's score is {score}: its weights are damaged, or too large for model.dtype. "
                 "Try model.dtype=float32."
             )
-        line = {"prompt": prompt_value(self.prompt), "response": self.response, "score": score}
-        return line if self.role is None else {**line, "role": self.role}
+        return {"prompt": prompt_value(self.prompt), "response": self.response, "score": score, **self.place}
 
 
 class _Rows:
@@ -236,8 +248,8 @@ class _Rows:
     def _nothing(self, report: SourceReport) -> None:
         raise DataError(f"{self.source.name}: no answer is left of {report.read:,} rows. {report.drops()}")
 
-    def _records(self, report: SourceReport) -> Iterator[tuple[Record, list[tuple[Scored, str | None]]]]:
-        """Each row and its answers with their roles. Raises DataError for a row without one, unless data.on_bad_row is drop."""
+    def _records(self, report: SourceReport) -> Iterator[tuple[Record, list[tuple[Scored, dict[str, Any]]]]]:
+        """Each row and its answers with their places. Raises DataError for a row without one, unless data.on_bad_row is drop."""
         from accord.data.reading import read_records, reject
 
         for record in read_records(self.source, None, on_bad_row=self.data.on_bad_row, report=report, train_on="last"):
@@ -267,8 +279,8 @@ class _Rows:
                 reject(record.origin, str(error), self.data.on_bad_row, report)
                 continue
             report.cut += sum(cut for _, _, cut in fitted)
-            for (answer, role), (prompt, response, _) in zip(answers, fitted, strict=True):
-                yield _Text(answer.prompt, answer.response, role, prompt, response, answer.origin)
+            for (answer, place), (prompt, response, _) in zip(answers, fitted, strict=True):
+                yield _Text(answer.prompt, answer.response, place, prompt, response, answer.origin)
 
     def _encode(self, judge: _Judge, answer: Scored) -> tuple[list[int], list[int], bool]:
         """Tokens of prompt and answer, and whether they were cut. Each answer of a pair is fitted by itself: its score does not depend
@@ -299,23 +311,24 @@ class _Rows:
         return tree.sequence(leaf).tolist()[: -len(response)], response, cut
 
 
-def _answers(record: Record) -> list[tuple[Scored, str | None]]:
-    """Every answer of a record, each by itself, with its role in a pair; none if it has no answer."""
+def _answers(record: Record) -> list[tuple[Scored, dict[str, Any]]]:
+    """Every answer of a record, each by itself, with its role in a pair or its rank; none if it has no answer."""
     from accord.data.records import Demonstration, Labelled, Preference, Ranking, Scored
 
     def answer(prompt: Messages, response: str) -> Scored:
         return Scored(prompt, response, 0.0, record.origin)
 
     if isinstance(record, Preference):
-        return [(answer(record.prompt, getattr(record, role)), role) for role in ("chosen", "rejected")]
-    if isinstance(record, Demonstration):
-        return [(answer(record.messages[:-1], record.messages[-1].content), None)]
+        return [(answer(record.prompt, getattr(record, role)), {"role": role}) for role in ("chosen", "rejected")]
     if isinstance(record, Ranking):
-        return [(answer(record.prompt, response), None) for response in record.responses]
+        ranked = zip(record.responses, record.ranks, strict=True)
+        return [(answer(record.prompt, response), {"rank": rank}) for response, rank in ranked]
+    if isinstance(record, Demonstration):
+        return [(answer(record.messages[:-1], record.messages[-1].content), {})]
     if isinstance(record, Labelled):
-        return [(answer(record.prompt, record.response), None)]
+        return [(answer(record.prompt, record.response), {})]
     if isinstance(record, Scored):
-        return [(record, None)]
+        return [(record, {})]
     return []
 
 
@@ -332,4 +345,5 @@ def _made_with(model: str, judge: _Judge, rows: _Rows, config: Config, together:
         "data.truncate": config.data.truncate,
         "train.max_tokens": together,
         "reward_model.max_length": judge.max_length,
+        "--normalized": None if judge.normalization is None else [judge.normalization.mean, judge.normalization.std],
     }

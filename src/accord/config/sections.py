@@ -292,11 +292,14 @@ class SFT(Section):
 class Reward(Section):
     """Reward model."""
 
-    loss_type: Literal["pairwise", "mse"] = Field(
-        default="pairwise", description="pairwise: Bradley–Terry on preferences. mse: regression on scores."
+    loss_type: Literal["pairwise", "ranking", "token_pairwise", "log_exp", "mse"] = Field(
+        default="pairwise",
+        description="On preferences: pairwise, Bradley–Terry on the last token's score; token_pairwise, on the score at every token that "
+        "only one of the answers has (DeepSpeed-Chat); log_exp, pairwise without margin (ColossalChat). On rankings of two or more "
+        "answers, pairs too: ranking, Bradley–Terry on all pairs of a prompt (InstructGPT). On scores: mse, regression.",
     )
     center_coefficient: NonNegative = Field(
-        default=0.0, description="Pulls the sum of a pair's scores to 0 (Eisenstein et al. 2023); 0.01 is usual."
+        default=0.0, description="Pulls the sum of a pair's scores to 0 (Eisenstein et al. 2023); 0.01 is usual. Not with mse."
     )
 
 

@@ -101,6 +101,10 @@ class TrainedModel(PackedModel):
         self._remember(pack)
         return super().scores(pack)
 
+    def position_scores(self, pack: Pack) -> list[Tensor]:
+        self._remember(pack)
+        return super().position_scores(pack)
+
     def _remember(self, pack: Pack) -> None:
         if torch.is_grad_enabled():
             self._packs.append(pack)

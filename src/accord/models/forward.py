@@ -87,6 +87,29 @@ class PackedModel:
         hidden, _, ends = self.hidden(pack)
         return self._scalar(hidden.index_select(0, ends))
 
+    def position_scores(self, pack: Pack) -> list[Tensor]:
+        """S tensors [L_s]: the scalar head at every position of each sequence, from its first token to its last. Float32.
+
+        What sequences share is computed once and stands in each of them; the last of each is what `scores` gives, but for rounding.
+        """
+        hidden, _, _ = self.hidden(pack)
+        scores = self._scalar(hidden)
+        return [scores.index_select(0, rows.to(scores.device)) for rows in self._rows_of_sequences(pack, len(hidden))]
+
+    def _rows_of_sequences(self, pack: Pack, count: int) -> list[Tensor]:
+        """For each sequence the rows of `hidden` that hold its positions. `count`: how many rows there are."""
+        lengths = (pack.position_ids[pack.ends] + 1).tolist()
+        if not self.packed:
+            width = count // pack.num_sequences
+            return [torch.arange(s * width, s * width + length) for s, length in enumerate(lengths)]
+        rows, first = [], 0
+        for tree in pack.trees:
+            for leaf in tree.leaves:
+                spans = [pack.segments[first + i][:2] for i in tree.path(leaf)]
+                rows.append(torch.cat([torch.arange(start, end) for start, end in spans]))
+            first += len(tree.segments)
+        return rows
+
     def _scalar(self, hidden: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):
             return heads.scores(self.inner, hidden)

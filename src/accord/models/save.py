@@ -16,16 +16,24 @@ from torch import nn
 from accord.errors import AccordError
 from accord.models import lora as adapters
 from accord.models.heads import quiet, unwrap
+from accord.models.normalization import Normalization, write_normalization
 
 if TYPE_CHECKING:
     from accord.models.load import LoadedModel
 
 
-def save_model(loaded: LoadedModel, folder: str | Path, *, stop_token_ids: Sequence[int] = (), card: str = "") -> None:
+def save_model(
+    loaded: LoadedModel,
+    folder: str | Path,
+    *,
+    stop_token_ids: Sequence[int] = (),
+    card: str = "",
+    normalization: Normalization | None = None,
+) -> None:
     """Write `loaded` as a model folder; LoRA is merged into the written copy, the training weights stay as they are.
 
     `stop_token_ids` end a turn: they go to generation_config.json beside the tokenizer's own end token. A scalar model is given a pad token
-    that ends no turn, since plain `transformers` finds the last token by comparing with it.
+    that ends no turn, since plain `transformers` finds the last token by comparing with it; `normalization` says how its scores lie.
     The folder appears whole or not at all; an older one there is replaced. Raises AccordError when the disk is full or not writable.
     """
     state = adapters.merged_state(loaded.module)
@@ -35,6 +43,7 @@ def save_model(loaded: LoadedModel, folder: str | Path, *, stop_token_ids: Seque
     with whole_folder(folder) as beside, _settings_kept(base), quiet():
         if loaded.kind == "scalar":
             _give_pad_token(base, tokenizer, state, stops)
+            write_normalization(base.config, normalization)
         else:
             _set_stops(base, tokenizer, stops)
         base.save_pretrained(beside, state_dict=state)

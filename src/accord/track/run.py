@@ -24,7 +24,7 @@ except ImportError:  # Windows has no flock; then nothing guards against a secon
 State = Literal["new", "resumable", "finished"]
 
 # What a run writes into its folder. Overwriting removes these and nothing else.
-FILES = ("summary.json", "report.html", "metrics.jsonl", "samples.jsonl")
+FILES = ("summary.json", "report.html", "metrics.jsonl", "samples.jsonl", "reward_evaluation.json")
 FOLDERS = ("checkpoints", "model", "critic", "adapter", "best", "ema", "exports", "tensorboard")
 STAGES = ("sft", "reward", "dpo", "ppo")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from accord.errors import ConfigError, DataError
 from accord.models.heads import context_length
 from accord.models.load import LoadedModel, load_causal, load_tokenizer
 from accord.models.lora import has_adapter
+from accord.models.normalization import Normalization
 from accord.models.save import save_adapter, save_model
 
 if TYPE_CHECKING:
@@ -141,16 +142,38 @@ def card(config: Config, stage: str) -> str:
     return f"Trained by Accord, stage `{stage}`, from `{start}`.\n"
 
 
-def save_trained(model: TrainedModel, folder: Path, config: Config, stage: str, stop_token_ids: list[int]) -> None:
-    """A folder that plain `transformers` loads: LoRA merged, tokenizer, template, stop tokens."""
-    save_model(model.loaded, folder, stop_token_ids=stop_token_ids, card=card(config, stage))
+def save_trained(
+    model: TrainedModel,
+    folder: Path,
+    config: Config,
+    stage: str,
+    stop_token_ids: list[int],
+    *,
+    normalization: Callable[[], Normalization] | None = None,
+) -> None:
+    """A folder that plain `transformers` loads: LoRA merged, tokenizer, template, stop tokens, a reward model's normalisation."""
+    save_model(
+        model.loaded,
+        folder,
+        stop_token_ids=stop_token_ids,
+        card=card(config, stage),
+        normalization=normalization() if normalization else None,
+    )
 
 
-def export_trained(model: TrainedModel, run: Path, config: Config, stage: str, stop_token_ids: list[int]) -> None:
-    """RUN/model, and where there are any RUN/adapter and RUN/ema."""
-    save_trained(model, run / "model", config, stage, stop_token_ids)
+def export_trained(
+    model: TrainedModel,
+    run: Path,
+    config: Config,
+    stage: str,
+    stop_token_ids: list[int],
+    *,
+    normalization: Callable[[], Normalization] | None = None,
+) -> None:
+    """RUN/model, and where there are any RUN/adapter and RUN/ema. `normalization` is asked for the weights of each."""
+    save_trained(model, run / "model", config, stage, stop_token_ids, normalization=normalization)
     if has_adapter(model.module):
         save_adapter(model.module, run / "adapter")
     if model.ema is not None:
         with model.with_ema():
-            save_trained(model, run / "ema", config, stage, stop_token_ids)
+            save_trained(model, run / "ema", config, stage, stop_token_ids, normalization=normalization)
