@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,3 +346,47 @@ def test_the_command_line_scores_with_a_run(reward_folder, pairs, tmp_path, caps
         captured = capsys.readouterr()
         assert ended.value.code == code and words in captured.out + captured.err
     assert [line["role"] for line in lines(out)] == ["chosen", "rejected"] * 12
+
+
+@pytest.fixture
+def normalized_folder(reward_folder, tmp_path) -> Path:
+    """The same reward model, which says how its scores lie."""
+    from accord.models.normalization import KEY
+
+    folder = tmp_path / "rm"
+    shutil.copytree(reward_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config[KEY] = {"mean": 0.25, "std": 0.5, "texts": 40, "data": "held-out"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_normalized_scores_are_the_same_ones_shifted_and_scaled(normalized_folder, reward_folder, answers, tmp_path, capsys):
+    raw = score(reward_folder, answers)
+    assert score(normalized_folder, answers) == raw
+    out = tmp_path / "normalized.jsonl"
+    command.score(str(normalized_folder), str(answers), str(out), [], normalized=True)
+    assert [line["score"] for line in lines(out)] == pytest.approx([(line["score"] - 0.25) / 0.5 for line in raw])
+    with pytest.raises(ConfigError, match="made with another --normalized"):
+        command.score(str(normalized_folder), str(answers), str(out), [])
+    with pytest.raises(ConfigError, match=r"does not say how its scores lie.*Train it with accord reward"):
+        command.score(str(reward_folder), str(answers), str(tmp_path / "none.jsonl"), [], normalized=True)
+    assert not list(tmp_path.glob("none*"))
+    with pytest.raises(SystemExit) as ended:
+        main(["score", str(normalized_folder), "--data", str(answers), "--out", str(out), "--normalized"])
+    assert ended.value.code == 0 and "finished already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("overrides", [[], [TOGETHER]])
+def test_a_ranking_gives_a_line_for_every_answer_with_its_rank(reward_folder, tmp_path, overrides):
+    rows = [
+        {"prompt": f"What is {i}?", "responses": [words(i + 10 * k) for k in range(4)], "ranks": [1, 3, 1, 0]} for i in range(5)
+    ]
+    scored = score(reward_folder, write(tmp_path / "rankings.jsonl", rows), *overrides)
+    expected = [(row["prompt"], *pair) for row in rows for pair in zip(row["responses"], row["ranks"], strict=True)]
+    assert [(line["prompt"], line["response"], line["rank"]) for line in scored] == expected
+    assert [line["score"] for line in scored] == pytest.approx(plain_scores(reward_folder, scored), abs=1e-5)
+    single = [{"prompt": row["prompt"], "response": response} for row in rows for response in row["responses"]]
+    if not overrides:  # the same to the last bit beside other answers of its row or alone
+        alone = score(reward_folder, write(tmp_path / "single.jsonl", single))
+        assert [line["score"] for line in alone] == [line["score"] for line in scored]

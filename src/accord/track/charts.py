@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,23 @@ def kl_reward_chart(kl: Series, score: Series, eval_kl: Series | None = None, ev
         bar.set_label("step", fontsize=8, color=INK)
         axes.set_xlabel("KL to the reference (nats per response)", fontsize=8.5, color=INK)
         axes.set_ylabel("score", fontsize=8.5, color=INK)
+        return _svg(figure)
+
+
+def calibration_chart(
+    bins: Sequence[Mapping[str, Any]], predicted: str, observed: str, span: tuple[float, float] | None = None
+) -> str:
+    """A reliability diagram: the bins' mean `observed` over their mean `predicted`, dots as large as their share, and the line where both
+    are the same. `predicted` and `observed` name the axes; `span` is the range of predictions, by default that of the bins."""
+    xs, ys = [b["predicted"] for b in bins], [b["observed"] for b in bins]
+    largest = max(b["count"] for b in bins)
+    low, high = span or (min(*xs, *ys), max(*xs, *ys))
+    with _figure(3.6, 2.9) as (figure, axes):
+        axes.plot([low, high], [low, high], color=FAINT, linewidth=1.2, zorder=1)
+        axes.plot(xs, ys, color=TRAIN, linewidth=1, alpha=0.5, zorder=2)
+        axes.scatter(xs, ys, s=[14 + 90 * b["count"] / largest for b in bins], color=TRAIN, zorder=3, linewidths=0)
+        axes.set_xlabel(predicted, fontsize=8.5, color=INK)
+        axes.set_ylabel(observed, fontsize=8.5, color=INK)
         return _svg(figure)
 
 

@@ -13,6 +13,7 @@ from accord.errors import ConfigError, UserError
 from accord.track.console import duration, label, number
 from accord.track.files import read_lines, write_atomically
 from accord.track.metrics import BETTER, GROUPS, MAIN, MEANING, Curves, Series, charts_of, is_constant, read_series
+from accord.track.reward_report import reward_view
 from accord.track.run import STAGES, read_config, read_summary
 
 SAMPLES_SHOWN = 8
@@ -129,6 +130,7 @@ def stage_view(run: StageRun) -> dict[str, Any]:
         "kl_reward": kl_reward_chart(kl["train"], score["train"], kl.get("eval"), score.get("eval"))
         if "train" in kl and "train" in score
         else None,
+        "reward": reward_view(run.folder) if run.stage == "reward" else None,
         "time": time_split(run),
         "samples": samples_view(run.samples),
     }
