@@ -112,7 +112,7 @@ class RewardTrainer:
         """What `pack` adds to the mean loss over `examples`, and its answers' scores. `pack.tree_index` counts in `examples`."""
         settings, device = self.config.reward, self.model.device
         own = [examples[i] for i in pack.tree_index]
-        labels = labels_of(own, range(len(own)))  # margins or scores
+        labels = labels_of(own, range(len(own))) if settings.loss_type != "ranking" else None  # margins or scores
         labels = None if labels is None else labels.to(device)
         weights = torch.full((len(own),), 1 / len(examples), device=device)
         answers = torch.arange(pack.num_sequences, device=device)
