@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accord.algorithms.advantages import RunningMoments, explained_variance, gae, whiten
+from accord.algorithms.advantages import (
+    RunningMoments,
+    explained_variance,
+    gae,
+    grpo,
+    returns_to_go,
+    rloo,
+    sum_by_response,
+    whiten,
+)
 
 
 def gae_by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -103,3 +112,68 @@ def test_running_moments_of_one_score_are_safe_and_resume_exactly():
     again.update([0.125])
     moments.update([0.125])
     assert again.state() == moments.state()
+
+
+# -- without a critic ------------------------------------------------------------------------------------------------------
+
+groups_of_answers = st.lists(st.integers(2, 5), min_size=1, max_size=5).flatmap(
+    lambda sizes: st.tuples(
+        st.permutations([g for g, size in enumerate(sizes) for _ in range(size)]),
+        st.lists(st.floats(-50, 50), min_size=sum(sizes), max_size=sum(sizes)),
+    )
+)
+
+
+@given(groups_of_answers)
+@settings(max_examples=60, deadline=None)
+def test_grpo_and_rloo_against_loops_over_the_groups(drawn):
+    groups, scores = drawn
+    given = torch.tensor(scores, dtype=torch.float64)
+    for i, (group, score) in enumerate(zip(groups, scores, strict=True)):
+        members = [s for s, g in zip(scores, groups, strict=True) if g == group]
+        others = [s for j, (s, g) in enumerate(zip(scores, groups, strict=True)) if g == group and j != i]
+        centred = score - statistics.fmean(members)
+        assert grpo(given, groups, divide_by_std=False)[i].item() == pytest.approx(centred, abs=1e-9)
+        if statistics.stdev(members) > 1e-3:
+            expected = centred / (statistics.stdev(members) + 1e-6)
+            assert grpo(given, groups)[i].item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert rloo(given, groups)[i].item() == pytest.approx(score - statistics.fmean(others), abs=1e-9)
+
+
+@given(st.floats(-1e6, 1e6), st.integers(2, 9), st.sampled_from([torch.float32, torch.float64]))
+@settings(deadline=None)
+def test_a_group_of_equal_scores_gives_exactly_nothing(score, size, dtype):
+    """Also where the mean of equal numbers is another number (three times 0.1)."""
+    scores = torch.tensor([score] * size + [1.0, 2.0], dtype=dtype)
+    groups = [4] * size + [7, 7]
+    for advantages in (grpo(scores, groups), grpo(scores, groups, divide_by_std=False), rloo(scores, groups)):
+        assert advantages[:size].tolist() == [0.0] * size
+        assert advantages[size] < 0 < advantages[size + 1]
+
+
+def test_rloo_is_grpo_without_division_up_to_a_factor():
+    """G_i - mean_{j≠i} G_j = n/(n-1) · (G_i - mean G)."""
+    scores, groups = torch.randn(12, dtype=torch.float64), [0, 1, 2] * 4
+    assert torch.allclose(rloo(scores, groups), 4 / 3 * grpo(scores, groups, divide_by_std=False), rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimate", [grpo, rloo])
+def test_what_has_nothing_to_compare_with_is_refused(estimate):
+    with pytest.raises(ValueError, match="one response"):
+        estimate(torch.zeros(3), [0, 0, 1])
+    with pytest.raises(ValueError, match="differ"):
+        estimate(torch.zeros(3), [0, 0])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+def test_returns_to_go_against_the_double_sum(gamma):
+    rewards, lengths = torch.randn(11, dtype=torch.float64), [3, 1, 5, 2]
+    expected, start = [], 0
+    for length in lengths:
+        part = rewards[start : start + length].tolist()
+        expected += [sum(gamma ** (k - t) * part[k] for k in range(t, length)) for t in range(length)]
+        start += length
+    assert returns_to_go(rewards, lengths, gamma).tolist() == pytest.approx(expected, rel=1e-12)
+    assert sum_by_response(rewards, lengths).tolist() == pytest.approx(
+        [sum(rewards[a:b].tolist()) for a, b in ((0, 3), (3, 4), (4, 9), (9, 11))]
+    )

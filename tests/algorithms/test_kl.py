@@ -96,3 +96,11 @@ def test_controllers_resume_from_their_state():
     fixed = FixedKL(0.05)
     fixed.update(kl=100.0, episodes=64)
     assert fixed.coef == 0.05
+
+
+def test_scores_of_single_tokens_are_added_to_their_rewards():
+    kl, own = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0, 0.0, -2.0], dtype=torch.float64)
+    rewards = token_rewards(kl, torch.tensor([5.0, 7.0]), torch.tensor([1, 2]), 0.5, own)
+    assert rewards.tolist() == pytest.approx([1 - 0.05, 5 - 0.1, 7 - 2 - 0.15]) and rewards.dtype == kl.dtype
+    with pytest.raises(ValueError, match="token_scores"):
+        token_rewards(kl, torch.tensor([5.0, 7.0]), torch.tensor([1, 2]), 0.5, own[:, None])

@@ -157,7 +157,7 @@ def test_every_preset_loads_for_the_stages_it_is_for():
         for stage in stages.get(name, config.pipeline.stages):
             assert config.for_stage(stage).train.lr > 0
         load_config(name, pipeline=name not in stages)
-    assert {"sft", "reward_model", "hh_dpo", "ppo"} <= set(preset_names())
+    assert {"sft", "reward_model", "hh_dpo", "ppo", "grpo"} <= set(preset_names())
 
 
 def test_a_name_that_is_neither_file_nor_preset_lists_the_presets(tmp_path):

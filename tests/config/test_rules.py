@@ -6,6 +6,7 @@ import pytest
 
 from accord.config import Config, ConfigError
 
+GRPO = {"advantage": "grpo", "samples_per_prompt": 4}
 SCRATCH = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 512}
 
 
@@ -37,6 +38,23 @@ SCRATCH = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 512
         (None, {"dpo": {"label_smoothing": 0.5}}, "less than 0.5", {"dpo": {"label_smoothing": 0.49}}),
         (None, {"reward": {"loss_type": "mse", "center_coefficient": 0.1}}, "acts on pairs", {"reward": {"center_coefficient": 0.1}}),
         (None, {"train": {"batch_size": 2}, "ppo": {"mini_batches": 3}}, "can't be divided", {"train": {"batch_size": 2}, "ppo": {"mini_batches": 4, "samples_per_prompt": 2}}),
+        (None, {"train": {"batch_size": 2}, "ppo": {"mini_batches": 9, "generation_batches": 4}}, "can't be divided", {"train": {"batch_size": 2}, "ppo": {"mini_batches": 8, "generation_batches": 4}}),
+        (None, {"ppo": {"advantage": "grpo"}}, "samples_per_prompt: grpo compares.*ppo.advantage=reinforce_pp", {"ppo": {"advantage": "grpo", "samples_per_prompt": 2}}),
+        ("ppo", {"ppo": {"advantage": "rloo"}}, "samples_per_prompt: rloo compares", {"ppo": {"advantage": "reinforce_pp"}}),
+        (None, {"ppo": {**GRPO, "lam": 1.0}}, "lam: does nothing with ppo.advantage=grpo, which has no critic", {"ppo": {"lam": 1.0}}),
+        (None, {"ppo": {**GRPO, "value_clip": None}}, "value_clip: does nothing", {"ppo": {"value_clip": None}}),
+        (None, {"ppo": {**GRPO, "value_coef": 0.5}}, r"value_coef: does nothing.*default is 1\.0", {"ppo": {"value_coef": 0.5}}),
+        (None, {"ppo": GRPO, "critic": {"lr": 1e-4}}, "critic.lr: does nothing", {"critic": {"lr": 1e-4}}),
+        (None, {"ppo": GRPO, "critic": {"warmup_steps": 1}}, "critic.warmup_steps: does nothing", {"critic": {"warmup_steps": 1}}),
+        (None, {"ppo": GRPO, "critic": {"path": "c"}}, "critic.path: does nothing", {"ppo": GRPO, "reward_model": {"path": "c"}}),
+        (None, {"ppo": {**GRPO, "gamma": 0.9}}, "gamma: does nothing.*sums of the answers' rewards", {"ppo": {"advantage": "reinforce_pp", "gamma": 0.9}}),
+        (None, {"ppo": {**GRPO, "whiten_rewards": True}}, "depend on an answer's length", {"ppo": {"advantage": "reinforce_pp", "whiten_rewards": True}}),
+        (None, {"ppo": {"advantage": "rloo", "samples_per_prompt": 2, "group_std": False}}, "group_std: does nothing", {"ppo": {**GRPO, "group_std": False}}),
+        (None, {"ppo": {"is_clip": 3.0}}, "is_clip: does nothing with ppo.old_logprobs=recompute", {"ppo": {"is_clip": 3.0, "old_logprobs": "sampler"}}),
+        (None, {"ppo": {"kl": {"target": 3.0}}}, "target: does nothing with ppo.kl.controller=fixed", {"ppo": {"kl": {"target": 3.0, "controller": "adaptive"}}}),
+        (None, {"ppo": {"dual_clip": 1}}, "expected a number greater than 1 or null", {"ppo": {"dual_clip": 3}}),
+        # what a stage's override completes is judged with it
+        ("ppo", {"ppo": {"advantage": "grpo"}, "stages": {"ppo": {"critic": {"lr": 1}}}}, "critic.lr", {"ppo": {"advantage": "grpo"}, "stages": {"ppo": {"ppo": {"samples_per_prompt": 4}}}}),
         (None, {"ppo": {"ptx_coef": 1}}, "no PTX data", {"ppo": {"ptx_coef": 1, "ptx_data": "a.jsonl"}}),
         (None, {"ppo": {"ptx_data": "a.jsonl"}}, "weighs nothing", {"ppo": {"ptx_coef": 1, "ptx_data": ["a.jsonl"]}}),
         (None, {"eval": {"best_metric": "accuracy"}}, "no metric of a stage", {"eval": {"best_metric": "dpo/loss"}}),
@@ -62,3 +80,10 @@ def test_every_rule_is_a_sentence():
     from accord.config.rules import RULES
 
     assert all("_" in rule.__name__ for rule in RULES) and len(RULES) >= 14
+
+
+def test_every_rule_of_ppo_is_obeyed():
+    from accord.config import ppo_rules, rules
+
+    written = {f for f in vars(ppo_rules).values() if getattr(f, "__module__", "") == ppo_rules.__name__}
+    assert written - {ppo_rules.is_settled, ppo_rules.set_in_vain} == set(ppo_rules.PPO_RULES) <= set(rules.RULES)

@@ -179,10 +179,9 @@ def test_gradients_are_the_same_in_any_layout(make):
             }
         )
         experience = ppo.make_experience(all_prompts(ppo))
-        packs = list(experience.rollouts.packs(range(len(experience)), budget))
-        tokens = sum(experience.rollouts.lengths)
-        ppo._policy_gradient(experience, packs, tokens)
-        ppo._value_gradient(experience, packs, tokens)
+        batch = experience.rollouts.minibatch(range(len(experience)), budget)
+        ppo.updater.policy_gradient(experience, batch, kl_coef=0.1)
+        ppo.updater.value_gradient(experience, batch)
         gradients.append(
             {
                 f"{i}.{n}": p.grad
@@ -200,7 +199,7 @@ def test_the_first_policy_gradient_is_reinforce_with_the_advantages(make):
     ppo = make({"ppo": {"kl": {"coef": 0.0}}})
     experience = ppo.make_experience(all_prompts(ppo))
     tokens = sum(experience.rollouts.lengths)
-    ppo._policy_gradient(experience, list(experience.rollouts.packs(range(len(experience)), 256)), tokens)
+    ppo.updater.policy_gradient(experience, experience.rollouts.minibatch(range(len(experience)), 256), kl_coef=0.0)
     ours = {name: p.grad.clone() for name, p in ppo.policy.parameters.items()}
     module = copy.deepcopy(ppo.policy.module)
     module.zero_grad()
@@ -395,7 +394,7 @@ def test_ptx_adds_its_own_loss_to_the_same_step(make, tmp_path):
         if ppo is with_ptx:
             stats = captured_stats
     fresh = make(common)
-    examples, order = fresh.ptx
+    examples, order = fresh.updater.ptx
     packs = pack_trees([examples[i].tree for i in order.batch(1)], 256)
     loss = sum(
         sft_loss(fresh.policy.token_logprobs(p).logprobs, torch.full((p.num_targets,), 1 / count_targets(packs))) for p in packs
@@ -407,7 +406,7 @@ def test_ptx_adds_its_own_loss_to_the_same_step(make, tmp_path):
 
 
 def test_what_is_not_finite_changes_neither_actor_nor_critic(make, monkeypatch):
-    import accord.trainers.ppo as module
+    import accord.trainers.ppo_update as module
 
     def broken(*args, **kwargs):
         return torch.tensor(math.nan, requires_grad=True), torch.tensor(0.0)

@@ -22,7 +22,7 @@ def rollouts(seed: int = 0, prompts: int = 4, responses: int = 13) -> Rollouts:
         )
         for i in range(responses)
     ]
-    return Rollouts(samples, torch.zeros(sum(len(s.response_ids) for s in samples)))
+    return Rollouts(samples, [i % prompts for i in range(responses)], torch.zeros(sum(len(s.response_ids) for s in samples)))
 
 
 @pytest.mark.parametrize("budget", [12, 30, 1000])

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation, whitening and running moments.
+"""Advantages: generalised advantage estimation with a critic, group baselines and returns without one; whitening, running moments.
 
 Responses of different lengths are laid end to end in one [N] tensor; `lengths` says where each ends. There is no padding to mask.
 """
@@ -44,6 +44,77 @@ def gae(
         advantages[:, t] = following_advantage
     flat = table.unpad(advantages)
     return flat.to(rewards.dtype), (flat + values.double()).to(rewards.dtype)
+
+
+def grpo(
+    scores: Tensor,  # [R] G = Σ_t R_t of each response
+    groups: Sequence[int],  # [R] which prompt each response answers
+    divide_by_std: bool = True,
+) -> Tensor:  # [R]
+    """Group-relative advantages (GRPO, Shao et al. 2024, arXiv:2402.03300, §4.1.2).
+
+        A_i = (G_i - mean_group G) / (std_group G + 1e-6)
+
+    std is that of a sample (divided by n - 1). `divide_by_std` False leaves the division out (Dr. GRPO, arXiv:2503.20783): it weighs
+    a group the more the less its scores differ. A group of equal scores gives exactly 0. In float64, returned in the dtype of `scores`.
+    Raises ValueError if the lengths differ or a group has one response only.
+    """
+    group, counts, deviations = _within_groups(scores, groups)
+    centred = deviations - (_group_sum(deviations, group, counts) / counts)[group]
+    if divide_by_std:
+        std = (_group_sum(centred.square(), group, counts) / (counts - 1)).sqrt()
+        centred = centred / (std[group] + 1e-6)
+    return centred.to(scores.dtype)
+
+
+def rloo(
+    scores: Tensor,  # [R] G = Σ_t R_t of each response
+    groups: Sequence[int],  # [R] which prompt each response answers
+) -> Tensor:  # [R]
+    """Leave-one-out baseline (RLOO, Ahmadian et al. 2024, arXiv:2402.14740): the mean of the other responses to the same prompt.
+
+        A_i = G_i - mean_{j≠i} G_j
+
+    A group of equal scores gives exactly 0. In float64, returned in the dtype of `scores`.
+    Raises ValueError if the lengths differ or a group has one response only.
+    """
+    group, counts, deviations = _within_groups(scores, groups)
+    others = _group_sum(deviations, group, counts)[group] - deviations
+    return (deviations - others / (counts[group] - 1)).to(scores.dtype)
+
+
+def _within_groups(scores: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """([R] group from 0, [groups] size, [R] score minus that of the group's first response, so that equal scores are exactly 0)."""
+    if scores.shape != (len(groups),):
+        raise ValueError(f"scores {tuple(scores.shape)} and {len(groups)} groups differ")
+    _, group, counts = torch.unique(
+        torch.as_tensor(groups, dtype=torch.long, device=scores.device), return_inverse=True, return_counts=True
+    )
+    if len(counts) and int(counts.min()) < 2:
+        raise ValueError("a group of one response has nothing to be compared with")
+    first = torch.full((len(counts),), len(scores), device=scores.device)
+    first = first.scatter_reduce(0, group, torch.arange(len(scores), device=scores.device), "amin")
+    exact = scores.double()
+    return group, counts, exact - exact[first][group]
+
+
+def _group_sum(values: Tensor, group: Tensor, counts: Tensor) -> Tensor:
+    return torch.zeros(len(counts), dtype=torch.float64, device=values.device).index_add(0, group, values)
+
+
+def returns_to_go(rewards: Tensor, lengths: Sequence[int], gamma: float = 1.0) -> Tensor:
+    """G_t = Σ_{k≥t} γ^{k-t} R_k within each response: [N] → [N]; whitened over the step, REINFORCE++'s advantage (arXiv:2501.03262).
+
+    The recursion runs in float64. Raises ValueError if the lengths do not sum to N.
+    """
+    return gae(rewards, torch.zeros_like(rewards), lengths, gamma, 1.0)[0]  # without a critic and with λ = 1, A_t is G_t
+
+
+def sum_by_response(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[N] → [R]: the sum over each response's tokens, in float64."""
+    sizes = torch.as_tensor(lengths, dtype=torch.long, device=values.device)
+    owner = torch.arange(len(sizes), device=values.device).repeat_interleave(sizes)
+    return torch.zeros(len(sizes), dtype=torch.float64, device=values.device).index_add(0, owner, values.double())
 
 
 class _Ragged:

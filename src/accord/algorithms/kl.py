@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Estimator = Literal["k1", "k2", "k3", "abs"]
+Estimator = Literal["k1", "k2", "k3", "abs", "full"]
 
 
 def kl_estimate(
@@ -23,7 +23,8 @@ def kl_estimate(
         k3 = e^{-d} - 1 + d    unbiased, never negative
         abs = |d|
 
-    Raises ValueError if the shapes differ or the estimator is unknown.
+    `full`, the exact sum over the vocabulary, takes more than the sampled tokens' probabilities: `models.distribution.full_kl`.
+    Raises ValueError if the shapes differ or the estimator is another.
     """
     if logprobs.shape != ref_logprobs.shape:
         raise ValueError(f"shapes differ: logprobs {tuple(logprobs.shape)}, ref_logprobs {tuple(ref_logprobs.shape)}")
@@ -36,7 +37,7 @@ def kl_estimate(
         return torch.expm1(-difference) + difference
     if estimator == "abs":
         return difference.abs()
-    raise ValueError(f"unknown KL estimator {estimator!r}: expected k1, k2, k3 or abs")
+    raise ValueError(f"unknown KL estimator {estimator!r} of sampled tokens: expected k1, k2, k3 or abs")
 
 
 def token_rewards(
@@ -44,9 +45,18 @@ def token_rewards(
     scores: Tensor,  # [R] s, one per response
     last: Tensor,  # [R] where in N each response's last action is
     coef: float,  # β; 0 when the penalty is placed in the loss
+    token_scores: Tensor | None = None,  # [N] what single tokens earn beside the response's score
 ) -> Tensor:  # [N]
-    """R_t = -β k_t, and R_T += s on the last real action of each response: the end token, or the last token before a cut."""
+    """R_t = -β k_t (+ the token's own score), and R_T += s on the last real action of each response: the end token, or the last token
+    before a cut.
+
+    Raises ValueError if token_scores has another shape than kl.
+    """
     rewards = -coef * kl
+    if token_scores is not None:
+        if token_scores.shape != kl.shape:
+            raise ValueError(f"shapes differ: kl {tuple(kl.shape)}, token_scores {tuple(token_scores.shape)}")
+        rewards = rewards + token_scores.to(rewards.dtype)
     return rewards.index_add(0, last, scores.to(rewards.dtype))
 
 

@@ -1,11 +1,10 @@
 """The configuration: typed sections, loading and merging, messages. Free of torch, so that the command line answers at once."""
 
 from accord.config.loading import load_config, preset_names
+from accord.config.ppo_sections import KL, PPO
 from accord.config.root import Config, build, dump_yaml
 from accord.config.sections import (
     DPO,
-    KL,
-    PPO,
     SFT,
     STAGES,
     Checkpoint,

@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, ValidatorFu
 
 from accord.config.interpolate import interpolate
 from accord.config.messages import Locations, Path, Refusal, refuse, validation_refusals
+from accord.config.ppo_sections import PPO
 from accord.config.sections import (
     DPO,
-    PPO,
     SFT,
     STAGES,
     Checkpoint,

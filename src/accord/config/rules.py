@@ -10,12 +10,13 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 from accord.config.messages import Refusal
+from accord.config.ppo_rules import PPO_RULES
 
 if TYPE_CHECKING:
     from accord.config.root import Config
 
 Rule = Callable[["Config"], Iterator[Refusal]]
-RULES: list[Rule] = []
+RULES: list[Rule] = [*PPO_RULES]
 
 
 def rule(function: Rule) -> Rule:
@@ -85,32 +86,6 @@ def the_shortest_answer_is_not_longer_than_the_longest(config: Config) -> Iterat
         yield Refusal(
             ("generate", "min_new_tokens"),
             f"{generate.min_new_tokens} is more than generate.max_new_tokens {generate.max_new_tokens}.",
-        )
-
-
-@rule
-def ppo_samples(config: Config) -> Iterator[Refusal]:
-    if config.stage == "ppo" and config.generate.temperature == 0:
-        yield Refusal(("generate", "temperature"), "PPO learns from samples; at temperature 0 there are none. Use 1.0.")
-
-
-@rule
-def kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[Refusal]:
-    kl = config.ppo.kl
-    if kl.place == "loss" and kl.estimator == "k1":
-        yield Refusal(
-            ("ppo", "kl", "estimator"),
-            "k1 in the loss has a gradient of zero in expectation. Use ppo.kl.estimator=k3 (or k2), or ppo.kl.place=reward.",
-        )
-
-
-@rule
-def an_adaptive_controller_needs_something_to_adapt(config: Config) -> Iterator[Refusal]:
-    kl = config.ppo.kl
-    if kl.controller == "adaptive" and kl.coef == 0:
-        yield Refusal(
-            ("ppo", "kl", "coef"),
-            "the adaptive controller multiplies the coefficient and 0 stays 0. Start at 0.05, or use controller=fixed.",
         )
 
 
@@ -247,29 +222,6 @@ def what_is_off_has_no_settings(config: Config) -> Iterator[Refusal]:
     for key in ("max_slots", "max_out_tokens", "release_inference_cache", "enable_cuda_graph"):
         if getattr(engine, key) != type(engine).model_fields[key].default:
             yield Refusal(("engine", key), "does nothing with engine.enabled=false. Leave it out, or set engine.enabled=true.")
-
-
-@rule
-def a_mini_batch_is_not_empty(config: Config) -> Iterator[Refusal]:
-    responses = config.train.batch_size * config.ppo.samples_per_prompt
-    if config.stage in (None, "ppo") and config.ppo.mini_batches > responses:
-        yield Refusal(
-            ("ppo", "mini_batches"),
-            f"{responses} responses (train.batch_size × ppo.samples_per_prompt) can't be divided into {config.ppo.mini_batches} mini-batches.",
-        )
-
-
-@rule
-def ptx_needs_data_and_a_weight(config: Config) -> Iterator[Refusal]:
-    if config.ppo.ptx_coef > 0 and config.ppo.ptx_data is None:
-        yield Refusal(
-            ("ppo", "ptx_data"), "ppo.ptx_coef is set but there is no PTX data. Give ppo.ptx_data, or set ppo.ptx_coef=0."
-        )
-    if config.ppo.ptx_data is not None and config.ppo.ptx_coef == 0:
-        yield Refusal(
-            ("ppo", "ptx_coef"),
-            "ppo.ptx_data is given but weighs nothing. Set ppo.ptx_coef (InstructGPT: 27.8), or remove the data.",
-        )
 
 
 @rule

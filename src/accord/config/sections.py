@@ -355,23 +355,6 @@ class DPO(Section):
         return self.loss_type not in ("simpo", "orpo")
 
 
-class KL(Section):
-    """The penalty that keeps the policy near the reference (ALGORITHMS §4)."""
-
-    coef: NonNegative = Field(default=0.05, description="β; 0: no penalty.")
-    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
-        default="k1", description="d = log π_old - log π_ref: k1 d, k2 ½d², k3 e^-d - 1 + d, abs |d|."
-    )
-    place: Literal["reward", "loss"] = Field(
-        default="reward", description="Subtract it from each token's reward, or add it to the loss."
-    )
-    controller: Literal["fixed", "adaptive"] = Field(
-        default="fixed", description="adaptive: β follows ppo.kl.target (Ziegler et al. 2019)."
-    )
-    target: Positive = Field(default=6.0, description="KL per response the adaptive controller steers to.")
-    horizon: Count = Field(default=10000, description="Episodes in which the adaptive controller acts.")
-
-
 class ModelReward(Section):
     """Scores from reward_model.path."""
 
@@ -391,52 +374,6 @@ class FunctionReward(Section):
 
 
 RewardSource = Annotated[ModelReward | FunctionReward, Field(discriminator="type")]
-
-
-class PPO(Section):
-    """Proximal policy optimisation (Schulman et al. 2017) as in InstructGPT."""
-
-    samples_per_prompt: Count = Field(default=1, description="Answers sampled for each prompt.")
-    ppo_epochs: Count = Field(default=1, description="Passes over each experience.")
-    mini_batches: Count = Field(default=1, description="Updates in one pass: the experience's responses are divided by it.")
-    advantage: Literal["gae"] = Field(default="gae", description="Generalised advantage estimation.")
-    gamma: Share = Field(default=1.0, description="Discount γ.")
-    lam: Share = Field(default=0.95, description="GAE's λ: 0 trusts the critic, 1 the returns.")
-    whiten_advantages: bool = Field(default=True, description="Mean 0 and variance 1 over the experience's response tokens.")
-    whiten_rewards: bool = Field(default=False, description="Variance 1 over the experience's rewards, before advantages.")
-    clip: Positive = Field(default=0.2, description="ε of the clipped surrogate objective.")
-    ratio: Literal["token"] = Field(default="token", description="Importance ratio of each token.")
-    value_clip: Positive | None = Field(default=0.2, description="The new value may leave the old one by so much; null: no clip.")
-    value_coef: NonNegative = Field(default=1.0, description="Weight of the value loss.")
-    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
-    kl: KL = Field(default=KL(), description="The KL penalty.")
-    normalize_score: bool = Field(default=False, description="Divide scores by their running mean and deviation.")
-    clip_reward: Positive | None = Field(
-        default=5.0, description="Scores are clipped to ± this, after normalisation; null: no clip."
-    )
-    missing_eos_penalty: NonNegative = Field(
-        default=0.0, description="Subtracted from the score of an answer cut by the length limit."
-    )
-    target_kl: Positive | None = Field(
-        default=None, description="Stop an experience's epochs when the approximate KL exceeds this."
-    )
-    ratio_threshold: Positive | None = Field(default=10.0, description="Skip a mini-batch whose mean ratio exceeds this.")
-    ptx_coef: NonNegative = Field(
-        default=0.0, description="Weight of the SFT loss on ppo.ptx_data in each step (InstructGPT: 27.8)."
-    )
-    ptx_data: Sources = Field(default=None, description="Demonstrations or plain text for the PTX mix, like data.train.")
-    old_logprobs: Literal["recompute", "sampler"] = Field(
-        default="recompute",
-        description="recompute: π_old is the trainer's own. sampler: each token also counts by min(π_old / π_sampler, ppo.is_clip), which "
-        "corrects for a sampler that computes otherwise (engine.dtype).",
-    )
-    is_clip: Positive = Field(default=2.0, description="Highest importance weight with ppo.old_logprobs=sampler.")
-    aggregation: Literal["token"] = Field(
-        default="token", description="The loss is the mean over all response tokens of the step."
-    )
-    rewards: Annotated[tuple[RewardSource, ...], Strict(False), Field(min_length=1)] = Field(
-        default=(ModelReward(),), description="Where scores come from; they are added by weight."
-    )
 
 
 class Generate(Section):

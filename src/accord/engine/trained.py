@@ -13,8 +13,8 @@ from torch import Tensor
 
 from accord.data.packing import Pack
 from accord.errors import NonFiniteError
+from accord.models.distribution import Distribution
 from accord.models.forward import PackedModel
-from accord.models.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:
     from accord.config import Train
@@ -89,9 +89,9 @@ class TrainedModel(PackedModel):
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def token_logprobs(self, pack: Pack, **options: Any) -> TokenLogprobs:
+    def distribution(self, pack: Pack, temperature: float = 1.0, embedding_noise: float | None = None) -> Distribution:
         self._remember(pack)
-        return super().token_logprobs(pack, **options)
+        return super().distribution(pack, temperature, embedding_noise)
 
     def values(self, pack: Pack) -> Tensor:
         self._remember(pack)

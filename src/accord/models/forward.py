@@ -1,4 +1,4 @@
-"""A model read through packs: hidden states, log-probabilities, values and scores."""
+"""A model read through packs: hidden states, log-probabilities, distributions, values and scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from accord.data.packing import Pack, make_pack
 from accord.data.trees import branching, single
 from accord.models import heads
-from accord.models.logprobs import TokenLogprobs, chunked_logprobs, logprobs_from_logits
+from accord.models.distribution import Distribution
+from accord.models.logprobs import TokenLogprobs
 from accord.models.packed import ATTENTION_NAME, SegmentLayout, packed_forward
 
 log = logging.getLogger(__name__)
@@ -64,16 +65,16 @@ class PackedModel:
 
         `entropy` and `mean` ask for the distribution's entropy and its mean log-probability at the same positions.
         """
-        targets = pack.targets.to(self.device)
+        return self.distribution(pack, temperature, embedding_noise).at(pack.targets.to(self.device), entropy, mean)
+
+    def distribution(self, pack: Pack, temperature: float = 1.0, embedding_noise: float | None = None) -> Distribution:
+        """π(· | what comes before, temperature) where the pack's N targets are predicted, with gradient where enabled."""
         if self._head_is_linear:
             hidden, predict, _ = self.hidden(pack, embedding_noise)
             head = self.inner.get_output_embeddings()  # type: ignore[operator]
-            return chunked_logprobs(
-                hidden.index_select(0, predict), head.weight, head.bias, targets, temperature, entropy, mean, self.compute_dtype
-            )
+            return Distribution(temperature, hidden.index_select(0, predict), head.weight, head.bias, self.compute_dtype)
         with self._autocast():
-            logits = _logits(self.inner, pack.to(self.device), self.packed, embedding_noise)
-        return logprobs_from_logits(logits, targets, temperature, entropy, mean)
+            return Distribution(temperature, logits=_logits(self.inner, pack.to(self.device), self.packed, embedding_noise))
 
     # -- models with a scalar head -----------------------------------------------------------------------------------
 
@@ -129,6 +130,10 @@ class FrozenModel(PackedModel):
     @torch.no_grad()
     def token_logprobs(self, pack: Pack, **options) -> TokenLogprobs:
         return super().token_logprobs(pack, **options)
+
+    @torch.no_grad()
+    def distribution(self, pack: Pack, temperature: float = 1.0, embedding_noise: float | None = None) -> Distribution:
+        return super().distribution(pack, temperature)
 
 
 def _packed_inputs(module: nn.Module, pack: Pack, embedding_noise: float | None) -> dict:

@@ -48,7 +48,8 @@ def chunked_logprobs(
     return TokenLogprobs(out[0], out[1] if entropy else None, out[2] if mean else None)
 
 
-def _rows_per_chunk(vocabulary: int) -> int:
+def rows_per_chunk(vocabulary: int) -> int:
+    """How many positions' logits may live at once."""
     return max(1, CHUNK_ELEMENTS // vocabulary)
 
 
@@ -72,7 +73,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropies = hidden.new_empty(n if entropy else 0, dtype=torch.float32)
         means = hidden.new_empty(n if mean else 0, dtype=torch.float32)
         weight, bias = weight.to(dtype), bias.to(dtype) if bias is not None else None
-        step = _rows_per_chunk(vocabulary)
+        step = rows_per_chunk(vocabulary)
         for start in range(0, n, step):
             rows = slice(start, start + step)
             logp = _chunk_logp(hidden[rows].to(dtype), weight, bias, temperature)
@@ -93,7 +94,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         w, b = weight.to(dtype), bias.to(dtype) if bias is not None else None
-        step = _rows_per_chunk(vocabulary)
+        step = rows_per_chunk(vocabulary)
         for start in range(0, n, step):
             rows = slice(start, start + step)
             h = hidden[rows].to(dtype)

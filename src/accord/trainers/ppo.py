@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,38 +18,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accord.algorithms.advantages import RunningMoments, explained_variance, gae, whiten
+from accord.algorithms.advantages import RunningMoments, explained_variance
 from accord.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, token_rewards
-from accord.algorithms.losses import ppo_policy_loss, ppo_value_loss, sft_loss
 from accord.data.dataset import Example, load_examples
 from accord.data.loader import BatchOrder
-from accord.data.packing import Pack, pack_trees
+from accord.data.packing import Pack
 from accord.data.reading import read_records
 from accord.data.records import Message, PlainText, Prompt, Record
-from accord.engine.generate import SamplingParams, before_stop
+from accord.engine.generate import Rollout, SamplingParams, before_stop
 from accord.engine.hybrid import HybridEngine
-from accord.engine.trained import TrainedModel, count_targets, prefixed, unprefixed
+from accord.engine.trained import TrainedModel, prefixed, unprefixed
 from accord.errors import ConfigError, DataError
+from accord.models.distribution import full_kl
+from accord.models.heads import context_length
 from accord.models.load import load_causal
 from accord.rewards import FunctionReward, Sample, combine
+from accord.rewards.base import ScoreBoard
 from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
 from accord.trainers.loop import run_loop
-from accord.trainers.ppo_experience import Averages, Experience, Rollouts, score_metrics, spread
-from accord.trainers.ppo_models import (
-    Reference,
-    check_lengths,
-    check_settings,
-    count_parameters,
-    load_critic,
-    reward_sources,
+from accord.trainers.ppo_experience import (
+    Averages,
+    Experience,
+    Rollouts,
+    estimate_advantages,
+    importance_weights,
+    score_metrics,
+    spread,
 )
+from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters, load_critic, reward_sources
+from accord.trainers.ppo_update import Updater
 
 if TYPE_CHECKING:
     from accord.config import Config
 
 log = logging.getLogger(__name__)
 
+Asked = Example | Record | Mapping[str, Any] | str  # what may stand for a prompt
 SAMPLES_SHOWN = 8
 # Sampler and trainer read the same weights: more than this between their log-probabilities is a fault, not rounding.
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bf16": 0.5}
@@ -71,24 +78,29 @@ class PPOTrainer:
         self.settings = settings = config.ppo
         check_settings(config)
         self.encoder, self.examples, _ = load_data(config, "prompt", train_dataset, valid_dataset)
-        self.order = BatchOrder(len(self.examples.train), config.train.batch_size, config.run.seed, config.data.shuffle)
+        self.order = self._prompt_order()
         self.total_steps = self.order.total_steps(config.train.epochs, config.train.max_steps)
         warmup = config.critic.warmup_steps
         if warmup >= self.total_steps:
             raise ConfigError(f"critic.warmup_steps={warmup} leaves none of the {self.total_steps} steps to the policy.")
-        self.ptx = self._load_ptx()
+        ptx = self._load_ptx()
         policy = load_causal(config.model, seed=config.run.seed, trainable=True)
         policy.tokenizer = self.encoder.tokenizer
-        critic = load_critic(config, policy)
+        critic = load_critic(config, policy) if settings.needs_critic else None
         longest = max(int(part.num_tokens().max()) for part in (self.examples.train, self.examples.valid) if len(part))
         check_lengths(config, longest, policy, critic)
         self.sources = reward_sources(config, policy)
 
         updates = settings.ppo_epochs * settings.mini_batches  # of one step
         self.policy = TrainedModel(policy, config.train, total_steps=(self.total_steps - warmup) * updates)
-        self.critic = TrainedModel(critic, config.train, total_steps=self.total_steps * updates, lr=config.critic.lr, ema=False)
+        self.critic: TrainedModel | None = None
+        if critic is not None:
+            self.critic = TrainedModel(
+                critic, config.train, total_steps=self.total_steps * updates, lr=config.critic.lr, ema=False
+            )
         self.reference = Reference(config, self.policy)
         self.engine = HybridEngine(self.policy, config.engine)
+        self.updater = Updater(config, self.engine, self.critic, self.reference, ptx)
         self.params = SamplingParams.from_settings(config.generate, self.encoder.stop_token_ids)
         if self.params.truncates:
             log.warning(
@@ -99,7 +111,6 @@ class PPOTrainer:
         self.kl_controller = AdaptiveKL(kl.coef, kl.target, kl.horizon) if kl.controller == "adaptive" else FixedKL(kl.coef)
         self.moments = RunningMoments()
         self.experiences = 0  # made so far: a step is one of them
-        self._spoilt = False  # a loss of the optimizer step under way is not finite
         self.samples: list[dict[str, Any]] = []
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
@@ -112,57 +123,72 @@ class PPOTrainer:
         """One PPO iteration: sample, score, estimate advantages, improve actor and critic (ALGORITHMS §4)."""
         self.experiences = step - 1
         prompts = [self.examples.train[i] for i in self.order.batch(step)]
-        experience = self.make_experience(prompts)
+        return self._improve(self.make_experience(prompts))
+
+    def learn(
+        self, queries: Sequence[Asked | Tensor], responses: Sequence[Sequence[int] | Tensor], scores: Sequence[float]
+    ) -> dict[str, float]:
+        """One PPO iteration on answers that were sampled and scored elsewhere, from the policy as it is now; its metrics.
+
+        A query is a prompt as in `make_experience`, or its token ids. A response is its token ids, with the end token where the model
+        ended it. Raises DataError for what can't be learned from.
+        """
+        self.experiences += 1
+        self.engine.times.start()
+        rollouts = self.given(queries, responses)
+        if len(scores) != len(rollouts) or not all(map(math.isfinite, scores)):
+            raise DataError(f"{len(rollouts)} responses need as many finite scores, got {list(scores)}.")
+        return self._improve(self.weigh(rollouts, ScoreBoard([float(score) for score in scores])))
+
+    def _improve(self, experience: Experience) -> dict[str, float]:
         stats = self.update(experience)
         metrics = experience.metrics | stats | self.engine.times.close(len(experience))
         metrics["throughput/tokens_per_s"] = metrics["train/tokens"] / metrics["time/step"]
         return metrics
 
-    def make_experience(self, prompts: Sequence[Example | Record | Mapping[str, Any] | str]) -> Experience:
+    def make_experience(self, prompts: Sequence[Asked]) -> Experience:
         """Answer the prompts, score the answers, and work out what each token was worth.
 
         A prompt is what the user says, a row in any format of data.train, a record, or one of `self.examples.train`.
         """
         self.experiences += 1
-        settings, times = self.settings, self.engine.times
+        times = self.engine.times
         times.start()
-        rollouts = self.sample(prompts, settings.samples_per_prompt, self._seeds(self.experiences))
+        rollouts = self.sample(
+            prompts, self.settings.samples_per_prompt, self._seeds(self.experiences), at_once=self.config.train.batch_size
+        )
         with times("score"):
             board = combine(self.sources, rollouts.samples)
-        with times("logprob"):
-            old, entropy = self._read_policy(rollouts)
-            ref = rollouts.read(
-                self.config.train.max_tokens, lambda pack: self.reference.token_logprobs(pack, self.params.temperature)
-            )
-            with self.critic.evaluating():
-                values = rollouts.read(self.config.train.max_tokens, self.critic.values)
+        return self.weigh(rollouts, board)
 
-        kl = kl_estimate(old, ref, settings.kl.estimator)
-        coef = self.kl_controller.coef if settings.kl.place == "reward" else 0.0
-        rewards = token_rewards(kl, torch.tensor(self.shaped(board.total, rollouts.samples)), rollouts.last, coef)
-        if settings.whiten_rewards:
-            rewards = whiten(rewards, shift_mean=False)
-        advantages, returns = gae(rewards, values, rollouts.lengths, settings.gamma, settings.lam)
-        if settings.whiten_advantages:
-            advantages = whiten(advantages)
+    def weigh(self, rollouts: Rollouts, board: ScoreBoard) -> Experience:
+        """Scored answers with what PPO learns from: log-probabilities, values, rewards, advantages."""
+        settings = self.settings
+        in_reward, full = settings.kl.place == "reward", settings.kl.estimator == "full"
+        with self.engine.times("logprob"):
+            old, ref, entropy, kl = self._read_policy(rollouts, exact_kl=full and in_reward)
+            values = self._read_critic(rollouts)
+        if in_reward and not full:
+            kl = kl_estimate(old, ref, settings.kl.estimator)
+
+        coef = self.kl_controller.coef
+        scores = torch.tensor(self.shaped(board.total, rollouts.samples))
+        token_scores = None  # [N] where sources score single tokens: they are added to each token's own reward
+        rewards = token_rewards(kl, scores, rollouts.last, coef, token_scores)
+        advantages, returns = estimate_advantages(settings, rewards, values, rollouts)
+        importance = importance_weights(settings, old, rollouts)
 
         k1 = rollouts.sum_by_response(old - ref)
-        mean_difference, largest_difference = self._compare_with_sampler(rollouts, old)
-        importance = None
-        if settings.old_logprobs == "sampler":
-            importance = (old - rollouts.sampler_logprobs).exp().clamp(max=settings.is_clip)
-        metrics = score_metrics(board) | rollouts.metrics()
+        metrics = score_metrics(board) | rollouts.metrics() | self._compare_with_sampler(rollouts, old)
         metrics |= {
             "ppo/kl": float(k1.mean()),
             "ppo/kl_per_token": float((old - ref).double().mean()),
-            "ppo/kl_coef": self.kl_controller.coef,
+            "ppo/kl_coef": coef,
             "ppo/non_score_reward": float(rollouts.sum_by_response(-coef * kl).mean()),
             "ppo/entropy": float(entropy.double().mean()),
-            "ppo/explained_variance": explained_variance(values, returns),
-            "ppo/sampler_logp_diff_mean": mean_difference,
-            "ppo/sampler_logp_diff_max": largest_difference,
-            "throughput/generate_tflops": self._tflops(2 * count_parameters(self.policy), rollouts, times.seconds["generate"]),
         }
+        if values is not None and returns is not None:
+            metrics["ppo/explained_variance"] = explained_variance(values, returns)
         if importance is not None:
             metrics["ppo/importance_weight"] = float(importance.double().mean())
         if any(isinstance(source, FunctionReward) and source.fallback is not None for source in self.sources):
@@ -175,150 +201,119 @@ class PPOTrainer:
     def update(self, experience: Experience) -> dict[str, float]:
         """`ppo_epochs` passes over the experience in `mini_batches` optimizer steps each; then β for the next one.
 
-        Returns the means over everything that was computed, each counted by its tokens.
+        Returns the means over everything that was computed: losses as `ppo.aggregation` counts, the rest by tokens.
         """
-        settings = self.settings
+        settings, learns, updater = self.settings, self.acting(experience), self.updater
         averages, began = Averages(), time.perf_counter()
         counts = {"ppo/skipped_minibatches": 0.0, "ppo/stopped_early": 0.0, "ppo/updates": 0.0, "train/tokens": 0.0}
+        coef = self.kl_controller.coef
         number = (experience.number - 1) * settings.ppo_epochs * settings.mini_batches  # of the optimizer step, for PTX
         for epoch in range(settings.ppo_epochs):
-            for minibatch in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
+            for responses in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
                 number += 1
-                self._spoilt = False
-                packs = list(experience.rollouts.packs(minibatch, self.config.train.max_tokens))
-                tokens = sum(len(rows) for _, rows in packs)
-                stats = self._policy_gradient(experience, packs, tokens)
-                averages.add(stats, tokens)
+                batch = experience.rollouts.minibatch(responses, self.config.train.max_tokens)
+                items = batch.tokens if settings.aggregation == "token" else batch.responses
+                losses, stats = updater.policy_gradient(experience, batch, coef, learns)
+                averages.add(losses, items)
+                averages.add(stats, batch.tokens)
                 if settings.target_kl is not None and stats["ppo/approx_kl"] > settings.target_kl:
                     counts["ppo/stopped_early"] = 1.0  # the samples no longer speak for this policy
                     break
                 if settings.ratio_threshold is not None and stats["ppo/ratio_mean"] > settings.ratio_threshold:
                     counts["ppo/skipped_minibatches"] += 1
-                    self.policy.discard_gradients()
+                    updater.discard()
                     continue
-                averages.add(self._value_gradient(experience, packs, tokens), tokens)
-                counts["train/tokens"] += sum(len(pack) for pack, _ in packs)
-                if self.ptx is not None and self.acting(experience):
-                    averages.add({"ppo/ptx_loss": self._ptx_gradient(number)}, tokens)
-                info = self._optimizer_step(experience)
+                if self.critic is not None:
+                    losses, stats = updater.value_gradient(experience, batch)
+                    averages.add(losses, items)
+                    averages.add(stats, batch.tokens)
+                counts["train/tokens"] += sum(len(pack) for pack, _ in batch.packs)
+                if updater.ptx is not None and learns:
+                    averages.add({"ppo/ptx_loss": updater.ptx_gradient(number)}, batch.tokens)
+                info = updater.step(learns)
                 counts["ppo/updates"] += len(info) > 0
-                averages.add(info, tokens)
+                averages.add(info, batch.tokens)
             if counts["ppo/stopped_early"]:
-                self.policy.discard_gradients()
+                updater.discard()
                 break
-        coef = self.kl_controller.coef
         self.kl_controller.update(experience.kl, episodes=len(experience))
         seconds = time.perf_counter() - began
         self.engine.times.add("train", seconds)
-        trained = count_parameters(self.policy) * self.acting(experience) + count_parameters(self.critic)
+        trained = sum(count_parameters(model) for model, moves in ((self.policy, learns), (self.critic, True)) if moves and model)
         return averages.means() | counts | {
             "ppo/kl_coef": coef,
             "train/lr": self.policy.lr(self.policy.schedule_step) if self.policy.schedule_step else 0.0,
-            "train/skipped": float(self.critic.skipped),
+            "train/skipped": float((self.critic or self.policy).skipped),
             "throughput/train_tflops": 6 * trained * counts["train/tokens"] / max(seconds, 1e-9) / 1e12,
         }  # fmt: skip
-
-    # -- gradients ---------------------------------------------------------------------------------------------------
 
     def acting(self, experience: Experience) -> bool:
         """False in the first `critic.warmup_steps` experiences, in which only the critic learns."""
         return experience.number > self.config.critic.warmup_steps
 
-    def _policy_gradient(self, experience: Experience, packs: list[tuple[Pack, Tensor]], tokens: int) -> dict[str, float]:
-        """Backward pass of the surrogate objective over one mini-batch; what it says of the policy before the step."""
-        settings, sums = self.settings, Averages()
-        gradient = torch.enable_grad() if self.acting(experience) else torch.no_grad()
-        for pack, rows in packs:
-            weights = torch.full((len(rows),), 1 / tokens, device=self.policy.device)
-            if experience.importance is not None:
-                weights = weights * experience.importance[rows].to(self.policy.device)
-            old, ref, advantages = (x[rows].to(self.policy.device) for x in (experience.old_logprobs, experience.ref_logprobs, experience.advantages))  # fmt: skip
-            with gradient:
-                out = self.policy.token_logprobs(pack, temperature=self.params.temperature, entropy=settings.entropy_coef > 0)
-                loss, stats = ppo_policy_loss(out.logprobs, old, advantages, weights, settings.clip)
-                objective = loss
-                if settings.kl.place == "loss":
-                    penalty = (weights * kl_estimate(out.logprobs, ref, settings.kl.estimator)).sum()
-                    objective = objective + self.kl_controller.coef * penalty
-                    sums.add({"ppo/kl_loss": float(penalty.detach())}, 1)
-                if out.entropy is not None:
-                    objective = objective - settings.entropy_coef * (weights * out.entropy).sum()
-                if objective.requires_grad:
-                    self._backward(self.policy, objective)
-            sums.add(
-                {
-                    "ppo/policy_loss": float(loss.detach()),
-                    "ppo/approx_kl": float(stats.approx_kl),
-                    "ppo/clip_fraction": float(stats.clip_fraction),
-                    "ppo/ratio_mean": float(stats.ratio_mean),
-                },
-                1,
-            )
-        return sums.sums
-
-    def _value_gradient(self, experience: Experience, packs: list[tuple[Pack, Tensor]], tokens: int) -> dict[str, float]:
-        sums = Averages()
-        for pack, rows in packs:
-            weights = torch.full((len(rows),), 1 / tokens, device=self.critic.device)
-            old, returns = (x[rows].to(self.critic.device) for x in (experience.values, experience.returns))
-            loss, clipped = ppo_value_loss(self.critic.values(pack), old, returns, weights, self.settings.value_clip)
-            self._backward(self.critic, self.settings.value_coef * loss)
-            sums.add({"ppo/value_loss": float(loss.detach()), "ppo/value_clip_fraction": float(clipped)}, 1)
-        return sums.sums
-
-    def _ptx_gradient(self, number: int) -> float:
-        """The pre-training mix (InstructGPT, eq. 2): the SFT loss on other data, in the same optimizer step."""
-        assert self.ptx is not None
-        examples, order = self.ptx
-        packs = pack_trees([examples[i].tree for i in order.batch(number)], self.config.train.max_tokens)
-        tokens, total = count_targets(packs), 0.0
-        for pack in packs:
-            if not pack.num_targets:
-                continue
-            logprobs = self.policy.token_logprobs(pack).logprobs
-            loss = sft_loss(logprobs, torch.full_like(logprobs, 1 / tokens))
-            self._backward(self.policy, self.settings.ptx_coef * loss)
-            total += float(loss.detach())
-        return total
-
-    def _backward(self, model: TrainedModel, loss: Tensor) -> None:
-        self._spoilt |= not math.isfinite(float(loss.detach()))
-        model.backward(loss)
-
-    def _optimizer_step(self, experience: Experience) -> dict[str, float]:
-        """Both optimizers step, or neither: what is not finite in one spoils the step of both (ALGORITHMS §0.7). {}: neither did."""
-        models = [self.policy, self.critic] if self.acting(experience) else [self.critic]
-        if self._spoilt or not all(map(finite_gradients, models)):
-            for model in models:
-                model.backward(torch.tensor(math.nan))
-        steps = [self.engine.step(), self.critic.step()] if len(models) == 2 else [self.critic.step()]
-        if steps[-1].skipped:
-            return {}
-        norm = steps[0].grad_norm if len(steps) == 2 else 0.0
-        return {"train/grad_norm": norm, "ppo/critic_grad_norm": steps[-1].grad_norm, "ppo/critic_lr": steps[-1].lr}
-
     # -- experience --------------------------------------------------------------------------------------------------
 
-    def sample(
-        self, prompts: Sequence[Example | Record | Mapping[str, Any] | str], count: int, seeds: np.random.SeedSequence
-    ) -> Rollouts:
-        """`count` answers to each prompt. An answer depends on its prompt and on its place in the batch, not on its neighbours."""
+    def sample(self, prompts: Sequence[Asked], count: int, seeds: np.random.SeedSequence, at_once: int | None = None) -> Rollouts:
+        """`count` answers to each prompt, in rounds of `at_once` prompts.
+
+        An answer depends on its prompt and on its place among all of them, not on its neighbours or its round.
+        """
         asked = [self._ask(prompt) for prompt in prompts for _ in range(count)]
         words = seeds.generate_state(len(asked), np.uint64).tolist()
-        answers = self.engine.generate([ids for _, ids in asked], self.params, seeds=words)
+        answers: list[Rollout] = []
+        for start in range(0, len(asked), size := (at_once or len(asked)) * count):
+            part = slice(start, start + size)
+            answers += self.engine.generate([ids for _, ids in asked[part]], self.params, seeds=words[part])
         samples = [
-            Sample(
-                prompt,
-                ids,
-                answer.token_ids,
-                before_stop(self.encoder.decode(answer.token_ids), self.params.stop),
-                answer.truncated,
-            )
+            self._sample(prompt, ids, answer.token_ids, answer.truncated)
             for (prompt, ids), answer in zip(asked, answers, strict=True)
         ]
-        return Rollouts(samples, torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float32))
+        logprobs = torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float32)
+        return Rollouts(samples, [i for i in range(len(prompts)) for _ in range(count)], logprobs)
 
-    def _ask(self, prompt: Example | Record | Mapping[str, Any] | str) -> tuple[Prompt, list[int]]:
+    def given(self, queries: Sequence[Asked | Tensor], responses: Sequence[Sequence[int] | Tensor]) -> Rollouts:
+        """Answers that were sampled elsewhere; those to equal queries are one group. Raises DataError for what can't be one."""
+        if len(queries) != len(responses) or not len(queries):
+            raise DataError(f"{len(queries)} queries and {len(responses)} responses: one of each is needed, and at least one.")
+        samples: list[Sample] = []
+        groups: list[int] = []
+        known: dict[tuple[int, ...], int] = {}
+        for query, response in zip(queries, responses, strict=True):
+            if isinstance(query, (str, Mapping, Example, Record)):
+                prompt, ids = self._ask(query)
+            else:
+                ids = self._token_ids(query, "query")
+                prompt = Prompt((Message("user", self.encoder.decode(ids)),), origin=f"query {len(samples)}")
+            tokens = self._token_ids(response, "response")
+            ended = tokens[-1] in self.encoder.stop_token_ids
+            sample = self._sample(prompt, ids, tokens, truncated=False)
+            ended = ended or sample.response != self.encoder.decode(tokens)  # by a stop string
+            samples.append(replace(sample, truncated=not ended))
+            groups.append(known.setdefault(tuple(ids), len(known)))
+            longest = context_length(self.policy.module)
+            if longest is not None and len(ids) + len(tokens) > longest:
+                raise DataError(
+                    f"{samples[-1].name} and its response have {len(ids) + len(tokens):,} tokens, the model takes {longest:,}."
+                )
+        if self.settings.compares_groups and (alone := [g for g, n in Counter(groups).items() if n < 2]):
+            name = samples[groups.index(alone[0])].name
+            raise DataError(f"ppo.advantage={self.settings.advantage} compares the responses to a query; {name} has only one.")
+        if self.settings.old_logprobs == "sampler":
+            raise DataError("ppo.old_logprobs=sampler needs the sampler's log-probabilities. Use ppo.old_logprobs=recompute.")
+        return Rollouts(samples, groups, None)
+
+    def _token_ids(self, tokens: Sequence[int] | Tensor, name: str) -> list[int]:
+        ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else list(tokens)
+        size = self.policy.inner.config.get_text_config().vocab_size
+        if not ids or not all(type(token) is int and 0 <= token < size for token in ids):
+            raise DataError(f"a {name} is at least one token id from 0 to {size - 1:,}, not {tokens!r:.60}.")
+        return ids
+
+    def _sample(self, prompt: Prompt, prompt_ids: list[int], response_ids: list[int], truncated: bool) -> Sample:
+        text = before_stop(self.encoder.decode(response_ids), self.params.stop)
+        return Sample(prompt, prompt_ids, response_ids, text, truncated)
+
+    def _ask(self, prompt: Asked) -> tuple[Prompt, list[int]]:
         """The record and its tokens. Raises DataError for what is no prompt."""
         if isinstance(prompt, str):
             prompt = Prompt((Message("user", prompt),), origin="prompt")
@@ -336,18 +331,30 @@ class PPOTrainer:
         seed = self.config.generate.seed
         return np.random.SeedSequence([self.config.run.seed if seed is None else seed, *words])
 
-    def _read_policy(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """[N] log-probabilities and entropies under the weights that sampled, as the trainer itself computes them."""
-        entropies: list[Tensor] = []
+    def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False) -> Tensor:
+        """[4, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
+        entropies; and with `exact_kl` the KL over the whole vocabulary (else 0).
+        """
+        temperature = self.params.temperature
 
-        def both(pack: Pack) -> Tensor:
-            out = self.policy.token_logprobs(pack, temperature=self.params.temperature, entropy=True)
-            assert out.entropy is not None
-            entropies.append(out.entropy.cpu())
-            return out.logprobs
+        def read(pack: Pack) -> Tensor:
+            targets = pack.targets.to(self.policy.device)
+            reference = self.reference.distribution(pack, temperature)
+            with self.policy.evaluating():
+                policy = self.policy.distribution(pack, temperature)
+                now, ref = policy.at(targets, entropy=True), reference.at(targets).logprobs.to(self.policy.device)
+                assert now.entropy is not None
+                kl = full_kl(policy, reference) if exact_kl else torch.zeros_like(ref)
+            return torch.stack([now.logprobs, ref, now.entropy, kl])
 
-        with self.policy.evaluating():
-            return rollouts.read(self.config.train.max_tokens, both), torch.cat(entropies)
+        return rollouts.read(self.config.train.max_tokens, read)
+
+    def _read_critic(self, rollouts: Rollouts) -> Tensor | None:
+        """[N] values of the states before each token; None without a critic."""
+        if self.critic is None:
+            return None
+        with self.critic.evaluating():
+            return rollouts.read(self.config.train.max_tokens, self.critic.values)
 
     def shaped(self, scores: Sequence[float], samples: Sequence[Sample]) -> list[float]:
         """Raw scores → what is given as reward: normalised by the running moments, clipped, minus the penalty for no end."""
@@ -359,13 +366,20 @@ class PPOTrainer:
             shaped = [min(max(score, -settings.clip_reward), settings.clip_reward) for score in shaped]
         return [score - settings.missing_eos_penalty * sample.truncated for score, sample in zip(shaped, samples, strict=True)]
 
-    def _compare_with_sampler(self, rollouts: Rollouts, old: Tensor) -> tuple[float, float]:
-        """(mean, max) of |log π_trainer - log π_sampler| over all tokens; told when it is more than rounding."""
+    def _compare_with_sampler(self, rollouts: Rollouts, old: Tensor) -> dict[str, float]:
+        """Mean and maximum of |log π_trainer - log π_sampler| over all tokens; told when it is more than rounding."""
+        if rollouts.sampler_logprobs is None:
+            return {}
         mean, largest = spread(old - rollouts.sampler_logprobs)
         same = self.engine.generator.dtype in (None, torch.float32) and self.config.train.precision == "float32"
         if largest > LOGPROB_TOLERANCE["float32" if same else "bf16"]:
             log.warning("Sampler and trainer differ by up to %.3g in a token's log-probability (mean %.3g).", largest, mean)
-        return mean, largest
+        flops, seconds = 2 * count_parameters(self.policy) * len(old), max(self.engine.times.seconds["generate"], 1e-9)
+        return {
+            "ppo/sampler_logp_diff_mean": mean,
+            "ppo/sampler_logp_diff_max": largest,
+            "throughput/generate_tflops": flops / seconds / 1e12,
+        }
 
     def _show(self, rollouts: Rollouts, scores: Sequence[float], kl: Sequence[float]) -> list[dict[str, Any]]:
         """The first few answers for samples.jsonl."""
@@ -382,10 +396,6 @@ class PPOTrainer:
             for i, sample in enumerate(rollouts.samples[:SAMPLES_SHOWN])
         ]
 
-    @staticmethod
-    def _tflops(flops_per_token: int, rollouts: Rollouts, seconds: float) -> float:
-        return flops_per_token * sum(rollouts.lengths) / max(seconds, 1e-9) / 1e12
-
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -396,10 +406,7 @@ class PPOTrainer:
         began = time.perf_counter()
         rollouts = self.sample(prompts, 1, self._seeds(0))
         board = combine(self.sources, rollouts.samples)
-        logprobs, entropy = self._read_policy(rollouts)
-        ref = rollouts.read(
-            self.config.train.max_tokens, lambda pack: self.reference.token_logprobs(pack, self.params.temperature)
-        )
+        logprobs, ref, entropy, _ = self._read_policy(rollouts)
         k1 = rollouts.sum_by_response(logprobs - ref)
         self.samples = self._show(rollouts, board.total, k1.tolist())
         return score_metrics(board) | rollouts.metrics() | {
@@ -415,10 +422,11 @@ class PPOTrainer:
         return self.order.epoch(step)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        tensors = prefixed("policy", self.policy.state_tensors()) | prefixed("critic", self.critic.state_tensors())
-        return tensors, {
-            "policy": self.policy.state(),
-            "critic": self.critic.state(),
+        models = {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for name, model in models.items():
+            tensors |= prefixed(name, model.state_tensors())
+        return tensors, {name: model.state() for name, model in models.items()} | {
             "kl_controller": self.kl_controller.state(),
             "moments": self.moments.state(),
             "experiences": self.experiences,
@@ -426,7 +434,8 @@ class PPOTrainer:
 
     def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         self.policy.load_state(unprefixed("policy", tensors), state["policy"])
-        self.critic.load_state(unprefixed("critic", tensors), state["critic"])
+        if self.critic is not None:
+            self.critic.load_state(unprefixed("critic", tensors), state["critic"])
         self.kl_controller.load_state(state["kl_controller"])
         self.moments.load_state(state["moments"])
         self.experiences = state["experiences"]
@@ -435,8 +444,10 @@ class PPOTrainer:
         save_trained(self.policy, folder, self.config, self.stage, self.encoder.stop_token_ids)
 
     def export(self, run: Path) -> None:
-        """RUN/model, RUN/adapter, RUN/ema of the policy, and RUN/critic."""
+        """RUN/model, RUN/adapter, RUN/ema of the policy, and RUN/critic where there is one."""
         export_trained(self.policy, run, self.config, self.stage, self.encoder.stop_token_ids)
+        if self.critic is None:
+            return
         save_trained(self.critic, run / "critic", self.config, self.stage, self.encoder.stop_token_ids)
 
     def __enter__(self) -> PPOTrainer:
@@ -444,6 +455,17 @@ class PPOTrainer:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+    def _prompt_order(self) -> BatchOrder:
+        """Which prompts make up which experience: `generation_batches` rounds of `train.batch_size` of them."""
+        config, rounds, rows = self.config, self.settings.generation_batches, len(self.examples.train)
+        size = config.train.batch_size * rounds
+        if rounds > 1 and rows < size:
+            raise DataError(
+                f"{rows:,} prompts are fewer than one experience of ppo.generation_batches={rounds} × train.batch_size="
+                f"{config.train.batch_size}. Add prompts or lower one of the two."
+            )
+        return BatchOrder(rows, size, config.run.seed, config.data.shuffle)
 
     def _load_ptx(self) -> tuple[Sequence[Example], BatchOrder] | None:
         """The examples of the pre-training mix and their order; as many a step as a mini-batch has responses."""
@@ -453,10 +475,5 @@ class PPOTrainer:
         data = config.data.model_copy(update={"train": settings.ptx_data, "valid": None, "holdout": 0.0})
         examples = load_examples(data, self.encoder, "demonstration", seed=config.run.seed, max_length=config.data.max_length)
         check_budget(examples, config.train.max_tokens, config.data.max_length)
-        rows = math.ceil(config.train.batch_size * settings.samples_per_prompt / settings.mini_batches)
+        rows = math.ceil(self.order.batch_size * settings.samples_per_prompt / settings.mini_batches)
         return examples.train, BatchOrder(len(examples.train), min(rows, len(examples.train)), config.run.seed)
-
-
-def finite_gradients(model: TrainedModel) -> bool:
-    gradients = [p.grad for p in model.parameters.values() if p.grad is not None]
-    return not gradients or bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))

@@ -9,13 +9,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from accord.algorithms.advantages import gae, grpo, returns_to_go, rloo, sum_by_response, whiten
+from accord.algorithms.losses import mean_by_sequence
 from accord.data.packing import Pack, pack_trees
 from accord.rewards.base import Sample, ScoreBoard
 from accord.rewards.grouping import prompt_trees
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from accord.config import PPO
 
 
 @dataclass
@@ -23,7 +27,8 @@ class Rollouts:
     """R sampled responses. Their tokens, laid end to end, are the N tokens of every [N] tensor of an experience."""
 
     samples: list[Sample]
-    sampler_logprobs: Tensor  # [N] what the generator gave, tempered and untruncated
+    groups: list[int]  # [R] which prompt each response answers
+    sampler_logprobs: Tensor | None  # [N] what the generator gave, tempered and untruncated; None: another sampled them
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -41,14 +46,25 @@ class Rollouts:
     @cached_property
     def last(self) -> Tensor:
         """[R] where in N the last real action of each response is: its end token, or its last token before the cut."""
-        import torch
-
         return torch.from_numpy(self.offsets[1:] - 1)
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """[N] the response of each token."""
+        return torch.from_numpy(np.repeat(np.arange(len(self)), self.lengths))
+
+    @cached_property
+    def lengths_by_token(self) -> Tensor:
+        """[N] how many tokens the response of each token has."""
+        return torch.from_numpy(np.repeat(self.lengths, self.lengths))
+
+    def minibatch(self, numbers: Sequence[int], max_tokens: int) -> MiniBatch:
+        """The responses of one optimizer step."""
+        packs = list(self.packs(numbers, max_tokens))
+        return MiniBatch(packs, sum(len(rows) for _, rows in packs), len(numbers))
 
     def packs(self, numbers: Sequence[int], max_tokens: int) -> Iterator[tuple[Pack, Tensor]]:
         """The responses `numbers` in packs, each with the rows of N that its targets are, in their order."""
-        import torch
-
         prompts = [self.samples[i].prompt_ids for i in numbers]
         trees, members = prompt_trees(prompts, [self.samples[i].response_ids for i in numbers], max_tokens)
         for pack in pack_trees(trees, max_tokens):
@@ -57,20 +73,18 @@ class Rollouts:
             yield pack, torch.from_numpy(rows)
 
     def read(self, max_tokens: int, compute: Callable[[Pack], Tensor]) -> Tensor:
-        """[N] what `compute` gives for the targets of each pack, put in the order of the responses."""
-        import torch
-
-        result = torch.zeros(int(self.offsets[-1]))
+        """[N] what `compute` gives for the targets of each pack, put in the order of the responses; several rows [k, N] likewise."""
+        result = torch.zeros(0)
         for pack, rows in self.packs(range(len(self)), max_tokens):
-            result[rows] = compute(pack).float().cpu()
+            part = compute(pack).float().cpu()
+            if not len(result):
+                result = torch.zeros(*part.shape[:-1], int(self.offsets[-1]))
+            result[..., rows] = part
         return result
 
     def sum_by_response(self, values: Tensor) -> Tensor:
         """[N] → [R], accumulated in float64."""
-        import torch
-
-        owner = torch.from_numpy(np.repeat(np.arange(len(self)), self.lengths))
-        return torch.zeros(len(self), dtype=torch.float64).index_add(0, owner, values.double())
+        return sum_by_response(values, self.lengths)
 
     def metrics(self) -> dict[str, float]:
         """What can be said of the responses alone."""
@@ -82,6 +96,15 @@ class Rollouts:
         }
 
 
+@dataclass(frozen=True)
+class MiniBatch:
+    """What one optimizer step of PPO learns from."""
+
+    packs: list[tuple[Pack, Tensor]]  # each with the rows of N that its targets are
+    tokens: int  # response tokens
+    responses: int
+
+
 @dataclass
 class Experience:
     """Rollouts with everything that PPO learns from (ALGORITHMS §4). All tensors are float32 on the CPU."""
@@ -91,12 +114,14 @@ class Experience:
     board: ScoreBoard  # raw scores [R], in all and by source
     old_logprobs: Tensor  # [N] log π_old(y_t), the trainer's own
     ref_logprobs: Tensor  # [N] log π_ref(y_t)
-    values: Tensor  # [N] V_old of the state before y_t
+    values: Tensor | None  # [N] V_old of the state before y_t; None without a critic
     rewards: Tensor  # [N] R_t
     advantages: Tensor  # [N] A_t, whitened if that is on
-    returns: Tensor  # [N] R̂_t, before whitening
+    returns: Tensor | None  # [N] R̂_t, before whitening; None without a critic
     kl: float  # mean over responses of Σ_t k1
-    importance: Tensor | None = None  # [N] min(π_old / π_sampler, is_clip), with ppo.old_logprobs=sampler
+    importance: Tensor | None = (
+        None  # [N] min(π_old / π_sampler, is_clip) of the token or its response, with ppo.old_logprobs=sampler
+    )
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -115,6 +140,42 @@ class Experience:
         order = np.random.default_rng([seed, self.number, epoch]).permutation(len(groups))
         responses = [i for group in order for i in groups[group]]
         return [part.tolist() for part in np.array_split(np.asarray(responses, dtype=np.int64), count) if len(part)]
+
+
+def estimate_advantages(
+    settings: PPO, rewards: Tensor, values: Tensor | None, rollouts: Rollouts
+) -> tuple[Tensor, Tensor | None]:
+    """(A_t [N], R̂_t [N]) as `ppo.advantage` says; without a critic there are no returns to learn."""
+    if settings.whiten_rewards:
+        rewards = whiten(rewards, shift_mean=False)
+    returns = None
+    if settings.advantage == "gae":
+        assert values is not None
+        advantages, returns = gae(rewards, values, rollouts.lengths, settings.gamma, settings.lam)
+    elif settings.advantage == "reinforce_pp":
+        advantages = returns_to_go(rewards, rollouts.lengths, settings.gamma)
+    else:
+        scores = rollouts.sum_by_response(rewards)
+        if settings.advantage == "grpo":
+            of_response = grpo(scores, rollouts.groups, settings.group_std)
+        else:
+            of_response = rloo(scores, rollouts.groups)
+        advantages = of_response.to(rewards.dtype)[rollouts.owner]
+    return whiten(advantages) if settings.whitens_advantages else advantages, returns
+
+
+def importance_weights(settings: PPO, old: Tensor, rollouts: Rollouts) -> Tensor | None:
+    """[N] truncated importance weights min(π_old / π_sampler, is_clip), with `ppo.old_logprobs: sampler`.
+
+    With `ppo.ratio: sequence` the ratio is that of the response, exp of its mean log-ratio, as in the objective itself.
+    """
+    if settings.old_logprobs == "recompute":
+        return None
+    assert rollouts.sampler_logprobs is not None
+    log_ratio = old - rollouts.sampler_logprobs
+    if settings.ratio == "sequence":
+        log_ratio = mean_by_sequence(log_ratio, rollouts.owner)
+    return log_ratio.exp().clamp(max=settings.is_clip)
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from accord.data.packing import Pack
 from accord.data.template import ConversationEncoder
 from accord.engine.trained import TrainedModel
 from accord.errors import ConfigError
+from accord.models.distribution import Distribution
 from accord.models.forward import FrozenModel, PackedModel
 from accord.models.heads import context_length
 from accord.models.load import LoadedModel, load_scalar, load_tokenizer
@@ -18,8 +22,6 @@ from accord.rewards.model import same_tokens
 from accord.trainers.reference import reference_for
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from accord.config import Config
 
 log = logging.getLogger(__name__)
@@ -49,13 +51,24 @@ class Reference:
                 f"reference.path: {path} has another tokenizer than model.path; their log-probabilities cannot be compared."
             )
         self.policy, self.frozen = policy, reference_for(config, policy)
+        if config.ppo.kl.estimator == "full" and self.frozen is not None:
+            ours, theirs = (m.inner.config.get_text_config().vocab_size for m in (policy, self.frozen))
+            if ours != theirs:
+                raise ConfigError(
+                    f"ppo.kl.estimator=full compares the policy's {ours:,} outputs with the reference's {theirs:,}. Use k1 or k3."
+                )
 
+    def distribution(self, pack: Pack, temperature: float) -> Distribution:
+        """π_ref where the pack's targets are predicted, without gradient."""
+        if self.frozen is not None:
+            return self.frozen.distribution(pack, temperature)
+        with self.policy.as_reference():
+            return self.policy.distribution(pack, temperature)
+
+    @torch.no_grad()
     def token_logprobs(self, pack: Pack, temperature: float) -> Tensor:
         """[N] log π_ref of the pack's targets, without gradient."""
-        if self.frozen is not None:
-            return self.frozen.token_logprobs(pack, temperature=temperature).logprobs
-        with self.policy.as_reference():
-            return self.policy.token_logprobs(pack, temperature=temperature).logprobs
+        return self.distribution(pack, temperature).at(pack.targets.to(self.policy.device)).logprobs
 
 
 def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
@@ -115,12 +128,12 @@ def _reward_model(config: Config, policy: LoadedModel) -> dict[str, Any]:
     return {"model": model, "encoder": encoder, "max_length": min(limits, default=None)}
 
 
-def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, critic: LoadedModel) -> None:
+def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, critic: LoadedModel | None) -> None:
     """A prompt and a whole answer must fit the contexts of actor and critic, and one pack. Raises ConfigError with the cure."""
     needed = longest_prompt + config.generate.max_new_tokens
     said = f"the longest prompt has {longest_prompt:,} tokens; with generate.max_new_tokens={config.generate.max_new_tokens:,} that is {needed:,}"
     for name, loaded in (("model", policy), ("critic", critic)):
-        limit = context_length(loaded.module)
+        limit = None if loaded is None else context_length(loaded.module)
         if limit is not None and needed > limit:
             raise ConfigError(
                 f"{said}, but the {name} takes {limit:,}. Lower data.max_length to {max(1, limit - config.generate.max_new_tokens):,} "

@@ -1,0 +1,152 @@
+"""One optimizer step of PPO: the gradients of actor and critic over a mini-batch, the pre-training mix, and the step of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from accord.algorithms.kl import kl_estimate
+from accord.algorithms.losses import ppo_policy_loss, ppo_value_loss, sft_loss, token_weights
+from accord.data.packing import pack_trees
+from accord.engine.trained import TrainedModel, count_targets
+from accord.models.distribution import full_kl
+from accord.trainers.ppo_experience import Averages, Experience, MiniBatch
+
+if TYPE_CHECKING:
+    from accord.config import Config
+    from accord.data.dataset import Example
+    from accord.data.loader import BatchOrder
+    from accord.engine.hybrid import HybridEngine
+    from accord.trainers.ppo_models import Reference
+
+# Losses are means as ppo.aggregation says; what is reported beside them are means over tokens.
+Reported = tuple[dict[str, float], dict[str, float]]
+
+
+class Updater:
+    """Adds up gradients over the packs of a mini-batch, and then makes the step. `critic` is None where none is needed."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: HybridEngine,
+        critic: TrainedModel | None,
+        reference: Reference,
+        ptx: tuple[Sequence[Example], BatchOrder] | None,
+    ) -> None:
+        self.config, self.settings = config, config.ppo
+        self.engine, self.policy, self.critic, self.reference, self.ptx = engine, engine.model, critic, reference, ptx
+        self._spoilt = False  # a loss of the optimizer step under way is not finite
+
+    def weights(self, batch: MiniBatch, rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """([n] what each token counts for in the losses, [n] in the statistics) of the optimizer step."""
+        of = token_weights(
+            lengths[rows], batch.tokens, batch.responses, self.settings.aggregation, self.config.generate.max_new_tokens
+        )
+        return of, torch.full(of.shape, 1 / batch.tokens)
+
+    def policy_gradient(self, experience: Experience, batch: MiniBatch, kl_coef: float, learns: bool = True) -> Reported:
+        """Backward pass of the surrogate objective over one mini-batch; what it says of the policy before the step.
+
+        `learns` False computes the same numbers without gradient (the critic's warm-up).
+        """
+        settings, device = self.settings, self.policy.device
+        temperature = self.config.generate.temperature
+        losses, reported = Averages(), Averages()
+        owner, lengths = experience.rollouts.owner, experience.rollouts.lengths_by_token
+        for pack, rows in batch.packs:
+            weights, shares = self.weights(batch, rows, lengths)
+            if experience.importance is not None:
+                weights = weights * experience.importance[rows]
+            weights, shares, old, ref, advantages, sequence = (
+                x.to(device)
+                for x in (weights, shares, experience.old_logprobs[rows], experience.ref_logprobs[rows], experience.advantages[rows], owner[rows])
+            )  # fmt: skip
+            with torch.set_grad_enabled(learns):
+                now = self.policy.distribution(pack, temperature)
+                out = now.at(pack.targets.to(device), entropy=settings.entropy_coef > 0)
+                loss, stats = ppo_policy_loss(
+                    out.logprobs, old, advantages, weights, settings.clip, settings.clip_high, settings.dual_clip,
+                    sequence if settings.ratio == "sequence" else None, shares,
+                )  # fmt: skip
+                parts = {"ppo/policy_loss": loss}
+                objective = loss
+                if settings.kl.place == "loss":
+                    if settings.kl.estimator == "full":
+                        kl = full_kl(now, self.reference.distribution(pack, temperature))
+                    else:
+                        kl = kl_estimate(out.logprobs, ref, settings.kl.estimator)
+                    parts["ppo/kl_loss"] = (weights * kl).sum()
+                    objective = objective + kl_coef * parts["ppo/kl_loss"]
+                if settings.old_kl_coef > 0:
+                    parts["ppo/old_kl_loss"] = (weights * kl_estimate(out.logprobs, old, "k3")).sum()
+                    objective = objective + settings.old_kl_coef * parts["ppo/old_kl_loss"]
+                if out.entropy is not None:
+                    objective = objective - settings.entropy_coef * (weights * out.entropy).sum()
+                if learns:
+                    self._backward(self.policy, objective)
+            losses.add({name: float(part.detach()) for name, part in parts.items()}, 1)
+            reported.add({f"ppo/{name}": float(value) for name, value in stats._asdict().items()}, 1)
+        return losses.sums, reported.sums
+
+    def value_gradient(self, experience: Experience, batch: MiniBatch) -> Reported:
+        """Backward pass of the critic's loss over one mini-batch."""
+        assert self.critic is not None and experience.values is not None and experience.returns is not None
+        losses, reported = Averages(), Averages()
+        for pack, rows in batch.packs:
+            weights, shares, old, returns = (
+                x.to(self.critic.device)
+                for x in (*self.weights(batch, rows, experience.rollouts.lengths_by_token), experience.values[rows], experience.returns[rows])
+            )  # fmt: skip
+            loss, clipped = ppo_value_loss(self.critic.values(pack), old, returns, weights, self.settings.value_clip, shares)
+            self._backward(self.critic, self.settings.value_coef * loss)
+            losses.add({"ppo/value_loss": float(loss.detach())}, 1)
+            reported.add({"ppo/value_clip_fraction": float(clipped)}, 1)
+        return losses.sums, reported.sums
+
+    def ptx_gradient(self, number: int) -> float:
+        """The pre-training mix (InstructGPT, eq. 2): the SFT loss on other data, in the same optimizer step `number`."""
+        assert self.ptx is not None
+        examples, order = self.ptx
+        packs = pack_trees([examples[i].tree for i in order.batch(number)], self.config.train.max_tokens)
+        tokens, total = count_targets(packs), 0.0
+        for pack in packs:
+            if not pack.num_targets:
+                continue
+            logprobs = self.policy.token_logprobs(pack).logprobs
+            loss = sft_loss(logprobs, torch.full_like(logprobs, 1 / tokens))
+            self._backward(self.policy, self.settings.ptx_coef * loss)
+            total += float(loss.detach())
+        return total
+
+    def step(self, learns: bool = True) -> dict[str, float]:
+        """Both optimizers step, or neither: what is not finite in one spoils the step of both (ALGORITHMS §0.7). {}: neither did."""
+        models = [model for model, moves in ((self.policy, learns), (self.critic, True)) if moves and model is not None]
+        if self._spoilt or not all(map(finite_gradients, models)):
+            for model in models:
+                model.backward(torch.tensor(math.nan))
+        self._spoilt = False
+        policy = self.engine.step() if learns else None
+        critic = self.critic.step() if self.critic is not None else None
+        if any(info is not None and info.skipped for info in (policy, critic)):
+            return {}
+        metrics = {"train/grad_norm": 0.0 if policy is None else policy.grad_norm}
+        return metrics | ({} if critic is None else {"ppo/critic_grad_norm": critic.grad_norm, "ppo/critic_lr": critic.lr})
+
+    def discard(self) -> None:
+        """Forget the gradients of the optimizer step under way."""
+        self.policy.discard_gradients()
+        self._spoilt = False
+
+    def _backward(self, model: TrainedModel, loss: Tensor) -> None:
+        self._spoilt |= not math.isfinite(float(loss.detach()))
+        model.backward(loss)
+
+
+def finite_gradients(model: TrainedModel) -> bool:
+    gradients = [p.grad for p in model.parameters.values() if p.grad is not None]
+    return not gradients or bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
