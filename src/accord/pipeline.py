@@ -143,15 +143,14 @@ def _check(stage: str, config: Config) -> None:
 
 
 def _check_functions(config: Config, stages: list[str]) -> None:
-    """Import the functions that score at the very end (or in the last stage) before the first stage spends an hour."""
+    """Make what scores at the very end (or in the last stage) and needs no model, before the first stage spends an hour."""
     from accord.rewards.function import FunctionReward
+    from accord.trainers.ppo_rewards import check_sources
 
     if config.pipeline.judge is not None:
         FunctionReward(config.pipeline.judge, key="pipeline.judge")
     if "ppo" in stages:
-        for i, source in enumerate(config.for_stage("ppo").ppo.rewards):
-            if source.type == "function":
-                FunctionReward(source.path, key=f"ppo.rewards.{i}.path")
+        check_sources(config.for_stage("ppo"))
 
 
 def _earlier(folder: Path, stages: list[str]) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,24 @@ from accord.config import Config, ConfigError
 GRPO = {"advantage": "grpo", "samples_per_prompt": 4}
 SCRATCH = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 512}
 
+REMOTE = {"type": "remote", "url": "http://127.0.0.1:8000/score"}
+JUDGE = {"type": "judge", "base_url": "http://127.0.0.1:8000/v1", "model": "m"}
+
+
+def rewards(source, also=(), **changes):
+    return {"ppo": {"rewards": [source | changes, *also]}}
+
+
+def test_a_secret_is_not_repeated_by_its_refusal():
+    for bad in (
+        rewards(REMOTE, url="https://me:hush@h/x"),
+        rewards(JUDGE, api_key_env="hush-1"),
+        rewards(REMOTE, headers_env={"A": "hush 1"}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Config(**bad)
+        assert "hush" not in str(caught.value)
+
 
 @pytest.mark.parametrize(
     ("stage", "bad", "message", "good"),
@@ -55,6 +73,21 @@ SCRATCH = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 512
         (None, {"ppo": {"dual_clip": 1}}, "expected a number greater than 1 or null", {"ppo": {"dual_clip": 3}}),
         # what a stage's override completes is judged with it
         ("ppo", {"ppo": {"advantage": "grpo"}, "stages": {"ppo": {"critic": {"lr": 1}}}}, "critic.lr", {"ppo": {"advantage": "grpo"}, "stages": {"ppo": {"ppo": {"samples_per_prompt": 4}}}}),
+        (None, rewards(REMOTE, name="a", also=[{"type": "model", "name": "a"}]), r"rewards.1.name: source 0 is called a too", rewards(REMOTE, name="a", also=[{"type": "model", "name": "b"}])),
+        (None, rewards(REMOTE, weight=0), "nothing to learn", rewards(REMOTE, weight=0, also=[{"type": "model"}])),
+        (None, rewards(REMOTE, url="localhost:80/x"), "begins with http://", rewards(REMOTE, url="https://[::1]:80/x?mode=fast")),
+        (None, rewards(REMOTE, url="http://h:port/x"), "begins with http://", rewards(REMOTE, url="http://h/x")),
+        (None, rewards(REMOTE, url="https://me:hush@h/x"), "holds a secret", rewards(REMOTE, headers_env={"Authorization": "TOKEN"})),
+        (None, rewards(REMOTE, url="https://h/x?api_key=hush"), "holds a secret", rewards(REMOTE, url="https://h/x?top=1")),
+        (None, rewards(JUDGE, base_url="http://h/v1/chat/completions"), "without /chat/completions", rewards(JUDGE, api_key_env="KEY")),
+        (None, rewards(JUDGE, scale=[5, 5]), r"lowest score, then the highest one, got \[5, 5\]", rewards(JUDGE, scale=[-1, 1])),
+        (None, rewards({"type": "classifier", "path": "a"}, input="pair", template="{response}"), "does nothing with input: pair", rewards({"type": "classifier", "path": "a"}, template="{response}")),
+        (None, rewards({"type": "length"}), "what length is wanted", rewards({"type": "length"}, min_tokens=3)),
+        (None, rewards({"type": "length"}, min_tokens=3, max_tokens=2), "3 is more than max_tokens 2", rewards({"type": "length"}, min_tokens=3, max_tokens=3)),
+        (None, rewards({"type": "format"}), "either a pattern or valid: json", rewards({"type": "format"}, valid="json")),
+        (None, rewards({"type": "format"}, valid="json", pattern="a"), "either a pattern", rewards({"type": "format"}, pattern="a", match="search")),
+        (None, rewards({"type": "format"}, valid="json", match="search"), "does nothing with valid: json", rewards({"type": "format"}, pattern="(?s).*")),
+        (None, rewards({"type": "format"}, pattern="(a"), "no regular expression", rewards({"type": "format"}, pattern="(a)", fallback=0)),
         (None, {"ppo": {"ptx_coef": 1}}, "no PTX data", {"ppo": {"ptx_coef": 1, "ptx_data": "a.jsonl"}}),
         (None, {"ppo": {"ptx_data": "a.jsonl"}}, "weighs nothing", {"ppo": {"ptx_coef": 1, "ptx_data": ["a.jsonl"]}}),
         (None, {"eval": {"best_metric": "accuracy"}}, "no metric of a stage", {"eval": {"best_metric": "dpo/loss"}}),

@@ -1,12 +1,17 @@
 """Function rewards: what they are given, and how each way to fail is reported (PEERS §2.13)."""
 
+import asyncio
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from accord.data.records import Message, Prompt
 from accord.errors import AccordError, ConfigError
-from accord.rewards import FunctionReward, Sample, combine, load_function
+from accord.rewards import FunctionReward, Sample, combine, load_function, waiting
+from accord.rewards.function import token_texts
 
 
 def sample(response: str = "four", question: str = "2+2?", reference: str | None = "4", **meta) -> Sample:
@@ -59,7 +64,7 @@ def test_a_function_that_ends_the_program_ends_the_run_as_failed():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400])
 def test_a_score_that_is_not_finite_ends_the_run(value):
-    with pytest.raises(AccordError, match=r"prompts.jsonl:7.*finite"):
+    with pytest.raises(AccordError, match=r"finite.*prompts.jsonl:7"):
         combine([FunctionReward(lambda response: value, name="f")], [sample()])
 
 
@@ -123,11 +128,10 @@ def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
 
 
 def test_functions_that_cannot_be_called_are_refused_before_the_run():
-    async def later(response):
-        return 1.0
-
-    with pytest.raises(ConfigError, match="asynchronous"):
-        FunctionReward(later)
+    with pytest.raises(ConfigError, match="no async function, so its calls come one by one"):
+        FunctionReward(lambda response: 1.0, concurrency=2)
+    with pytest.raises(ConfigError, match="wants tokens"):
+        FunctionReward(lambda tokens: 1.0)  # nothing decodes here
     with pytest.raises(ConfigError, match="wants gold"):
         FunctionReward(lambda response, gold: 1.0)
     with pytest.raises(ConfigError, match="wants response"):
@@ -147,3 +151,171 @@ def test_a_fallback_is_used_counted_and_told_once(caplog):
     assert reward.failures == 2
     assert combine([reward], [sample("bad"), sample("good")]).failures == 1
     assert len(caplog.records) == 1 and "prompts.jsonl:7" in caplog.text
+
+
+# -- async ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_async_calls_run_at_once_up_to_the_limit_and_come_back_in_order():
+    running = most = 0
+
+    async def score(response):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01 * (10 - float(response)))  # the later ones end first
+        running -= 1
+        return float(response)
+
+    samples = [sample(str(i)) for i in range(10)]
+    assert FunctionReward(score, concurrency=3).score(samples) == [float(i) for i in range(10)]
+    assert most == 3
+    assert asyncio.run(_inside_a_loop(score, samples)) == [float(i) for i in range(10)]
+
+
+async def _inside_a_loop(score, samples):
+    """As in a notebook, where a loop runs already."""
+    return FunctionReward(score).score(samples)
+
+
+def test_what_an_async_function_keeps_stays_with_one_loop():
+    loops = set()
+
+    async def score(response):
+        loops.add(asyncio.get_running_loop())
+        return 1.0
+
+    reward = FunctionReward(score)
+    assert reward.score([sample(), sample()]) == reward.score([sample(), sample()]) == [1.0, 1.0]
+    assert len(loops) == 1
+
+
+def test_an_async_failure_names_its_sample_and_cancels_the_others():
+    async def score(response):
+        if response == "bad":
+            raise ValueError("no")
+        await asyncio.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(AccordError, match=r"score raised ValueError: no on the sample prompts.jsonl:7.*'bad'"):
+        FunctionReward(score).score([sample("slow"), sample("bad"), sample("slow")])
+    assert time.monotonic() - began < 30
+
+
+def test_an_async_fallback_is_for_the_failing_sample_alone():
+    async def score(response):
+        if response == "leave":
+            raise SystemExit(0)
+        if response == "cancel":
+            raise asyncio.CancelledError
+        return None if response == "none" else 1.0
+
+    reward = FunctionReward(score, fallback=-2.0)
+    assert reward.score([sample(text) for text in ("good", "leave", "none", "cancel", "good")]) == [1.0, -2.0, -2.0, -2.0, 1.0]
+    assert reward.failures == 3
+
+
+# -- time ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_stalls_is_an_error_or_the_fallback():
+    free = threading.Event()
+
+    def stuck(response):
+        if response == "slow":
+            free.wait(60)
+        return 1.0
+
+    async def waits(response):
+        await asyncio.sleep(60 if response == "slow" else 0)
+        return 1.0
+
+    for function in (stuck, waits):
+        with pytest.raises(
+            AccordError, match=r"took longer than its timeout of 0.2 seconds on the sample prompts.jsonl:7.*'slow'"
+        ):
+            FunctionReward(function, timeout=0.2).score([sample(), sample("slow")])
+        reward = FunctionReward(function, timeout=0.2, fallback=0.25)
+        assert reward.score([sample(), sample("slow"), sample()]) == [1.0, 0.25, 1.0] and reward.failures == 1
+    free.set()
+
+
+def test_an_async_function_that_blocks_its_loop_does_not_hold_up_the_run(monkeypatch):
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.2)
+    free = threading.Event()
+
+    async def blocks(response):
+        if response == "slow":
+            free.wait(60)  # no await: nothing else can run
+        return 1.0
+
+    reward = FunctionReward(blocks, timeout=0.2, fallback=0.25)
+    assert reward.score([sample(), sample("slow"), sample(), sample("slow")]) == [1.0, 0.25, 1.0, 0.25]
+    with pytest.raises(AccordError, match="took longer than its timeout"):
+        FunctionReward(blocks, timeout=0.2).score([sample("slow"), sample()])
+    free.set()
+    assert reward.score([sample()]) == [1.0]
+
+
+# -- per token -----------------------------------------------------------------------------------------------------------------
+
+
+def decode(ids):
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def tokens_of(text: str) -> Sample:
+    return Sample(Prompt((Message("user", "q"),), origin="prompts.jsonl:7"), [1], list(text.encode()), text)
+
+
+@pytest.mark.parametrize("text", ["plain words", "你好，世界", "a 🙂 b", ""])
+def test_token_texts_add_up_to_the_text(text):
+    ids = list(text.encode())
+    texts = token_texts(ids, decode)
+    assert len(texts) == len(ids) and "".join(texts) == text
+    assert [t for t in texts if t] == list(text)
+
+
+def test_per_token_rewards_are_weighted_summed_and_kept_apart_from_the_total():
+    vowels = FunctionReward(
+        lambda tokens: [float(t in "aeiou") for t in tokens], weight=2.0, name="vowels", per_token=True, decode=decode
+    )
+    last = FunctionReward(lambda tokens: np.eye(len(tokens))[-1], weight=-1.0, name="last", per_token=True, decode=decode)
+    whole = FunctionReward(lambda response: len(response), weight=0.5, name="length")
+    board = combine([vowels, whole, last], [tokens_of("abe"), tokens_of("xy")])
+    assert board.per_token == [[2.0, 0.0, 2.0 - 1.0], [0.0, -1.0]]
+    assert board.total == [1.5, 1.0]
+    assert board.sums == [4.5, 0.0]
+    assert board.by_source == {"vowels": [2.0, 0.0], "length": [3.0, 2.0], "last": [1.0, 1.0]}
+    assert vowels.score([tokens_of("abe")]) == [2.0]
+    assert combine([whole], [tokens_of("abe")]).per_token is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [([1.0], "list of 1 for the 3 response tokens"), (1.0, "gave a float.*list of 3 numbers"), ([1.0, None, 1.0], "NoneType"), ([1.0, float("nan"), 0.0], "nan.*finite")],
+)  # fmt: skip
+def test_a_per_token_list_must_fit_its_response(value, message):
+    with pytest.raises(AccordError, match=message):
+        FunctionReward(lambda response: value, per_token=True).token_scores([tokens_of("abc")])
+    reward = FunctionReward(lambda response: value, per_token=True, fallback=-1.0)
+    assert reward.token_scores([tokens_of("abc")]) == [[0.0, 0.0, -1.0]] and reward.failures == 1
+
+
+def test_a_list_without_per_token_names_the_key():
+    with pytest.raises(AccordError, match="needs per_token: true"):
+        FunctionReward(lambda response: [1.0, 2.0]).score([sample()])
+
+
+def test_a_function_that_forgot_its_async_is_told():
+    async def later():
+        return 1.0
+
+    with pytest.raises(AccordError, match="gave a coroutine"):
+        FunctionReward(lambda response: later()).score([sample()])
+
+
+def test_two_sources_of_one_name_are_refused():
+    same = [FunctionReward(lambda response: 1.0, name="a"), FunctionReward(lambda response: 2.0, name="a")]
+    with pytest.raises(AccordError, match="called alike"):
+        combine(same, [sample()])

@@ -1,5 +1,7 @@
 """Reward functions for the tests of PPO."""
 
+import asyncio
+
 
 def length(response: str) -> float:
     return float(len(response))
@@ -21,3 +23,21 @@ def constant(response: str) -> float:
 
 def fails(response: str) -> float:
     raise ValueError("no")
+
+
+async def later(response: str) -> float:
+    await asyncio.sleep(0)
+    return float(len(response) % 3)
+
+
+def each_token(tokens: list[str]) -> list[float]:
+    """1, 2, 3 …"""
+    return [float(number) for number in range(1, len(tokens) + 1)]
+
+
+SEEN: dict[str, list[str]] = {}
+
+
+def remember(response: str, tokens: list[str]) -> list[float]:
+    SEEN[response] = tokens
+    return [0.0] * len(tokens)

@@ -1,7 +1,20 @@
 """The configuration: typed sections, loading and merging, messages. Free of torch, so that the command line answers at once."""
 
+from accord.config.fields import Section
 from accord.config.loading import load_config, preset_names
 from accord.config.ppo_sections import KL, PPO
+from accord.config.reward_sections import (
+    ClassifierReward,
+    FormatReward,
+    FunctionReward,
+    HumanReward,
+    JudgeReward,
+    LengthReward,
+    ModelReward,
+    RemoteReward,
+    RepetitionReward,
+    RewardSource,
+)
 from accord.config.root import Config, build, dump_yaml
 from accord.config.sections import (
     DPO,
@@ -14,18 +27,14 @@ from accord.config.sections import (
     Eval,
     Export,
     FromScratch,
-    FunctionReward,
     Generate,
     Lora,
     Model,
-    ModelReward,
     Pipeline,
     Reference,
     Reward,
     RewardModel,
-    RewardSource,
     Run,
-    Section,
     Source,
     StageName,
     Track,
@@ -34,7 +43,8 @@ from accord.config.sections import (
 from accord.errors import ConfigError
 
 __all__ = [
-    "DPO", "KL", "PPO", "SFT", "STAGES", "Checkpoint", "Config", "ConfigError", "Critic", "Data", "Engine", "Eval", "Export", "FromScratch",
-    "FunctionReward", "Generate", "Lora", "Model", "ModelReward", "Pipeline", "Reference", "Reward", "RewardModel", "RewardSource",
-    "Run", "Section", "Source", "StageName", "Track", "Train", "build", "dump_yaml", "load_config", "preset_names",
+    "DPO", "KL", "PPO", "SFT", "STAGES", "Checkpoint", "ClassifierReward", "Config", "ConfigError", "Critic", "Data", "Engine", "Eval",
+    "Export", "FormatReward", "FromScratch", "FunctionReward", "Generate", "HumanReward", "JudgeReward", "LengthReward", "Lora", "Model",
+    "ModelReward", "Pipeline", "Reference", "RemoteReward", "RepetitionReward", "Reward", "RewardModel", "RewardSource", "Run", "Section",
+    "Source", "StageName", "Track", "Train", "build", "dump_yaml", "load_config", "preset_names",
 ]  # fmt: skip

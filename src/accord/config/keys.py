@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from accord.config.fields import PATTERNS
 from accord.config.messages import Path, dotted
 from accord.config.sections import STAGES
 
@@ -45,34 +46,70 @@ def _branches(node: dict[str, Any]) -> list[dict[str, Any]]:
     return [leaf for branch in inner for leaf in _branches(branch)] if inner else [node]
 
 
-def node_at(path: Path) -> dict[str, Any] | None:
-    """The schema of a key, or None where there is no such key."""
+def node_at(path: Path, values: Any = None) -> dict[str, Any] | None:
+    """The schema of a key, or None where there is no such key.
+
+    `values` (the whole configuration as it is written) say of which `type` an item is, where each type has keys of its own; a list's
+    item may also be named by its type (`ppo.rewards.judge`).
+    """
     if path[:1] == ("stages",) and len(path) > 2:
-        return node_at(path[2:])
+        return node_at(path[2:], _inside(_inside(values, "stages"), path[1]))
     node: dict[str, Any] | None = schema()
     for part in path:
         if node is None:
             return None
         found = None
-        for branch in _branches(node):
+        for branch in _of_type(_branches(node), values):
             if branch.get("type") == "array" and str(part).isdigit():
                 items = branch.get("prefixItems") or []
                 found = branch.get("items") or (items[int(part)] if int(part) < len(items) else None)
+            elif branch.get("type") == "array":
+                found = next((item for item in _branches(branch.get("items", {})) if type_of(item) == part), None)
             else:
-                found = branch.get("properties", {}).get(part)
+                found = branch.get("properties", {}).get(part) or _string_values(branch)
             if found is not None:
                 break
-        node = found
+        node, values = found, _inside(values, part)
     return node
 
 
-def children(path: Path) -> list[str]:
+def _string_values(branch: dict[str, Any]) -> dict[str, Any] | None:
+    """The schema of the values of a mapping of texts, whatever its keys."""
+    values = branch.get("additionalProperties")
+    return values if isinstance(values, dict) and values.get("type") == "string" else None
+
+
+def _inside(values: Any, part: str | int) -> Any:
+    if isinstance(values, dict):
+        return values.get(part)
+    return values[part] if isinstance(values, list) and isinstance(part, int) and part < len(values) else None
+
+
+def type_of(branch: dict[str, Any]) -> str | None:
+    """The word that tells this section from its alternatives, such as "function"."""
+    return branch.get("properties", {}).get("type", {}).get("const")
+
+
+def _of_type(branches: list[dict[str, Any]], values: Any) -> list[dict[str, Any]]:
+    """The branch whose type the values name; all where they name none."""
+    chosen = [branch for branch in branches if type_of(branch) is not None and type_of(branch) == _inside(values, "type")]
+    return chosen or branches
+
+
+def children(path: Path, values: Any = None) -> list[str]:
     """The keys of the section at `path`."""
-    node = node_at(path)
+    node = node_at(path, values)
     if node is None:
         return []
-    names = [name for branch in _branches(node) for name in branch.get("properties", {})]
+    inner = _at(path, values)
+    names = [name for branch in _of_type(_branches(node), inner) for name in branch.get("properties", {})]
     return list(dict.fromkeys(names))
+
+
+def _at(path: Path, values: Any) -> Any:
+    for part in path:
+        values = _inside(values, part)
+    return values
 
 
 @cache
@@ -89,14 +126,14 @@ def all_keys() -> tuple[str, ...]:
     return tuple(found)
 
 
-def description(path: Path) -> str:
-    node = node_at(path)
+def description(path: Path, values: Any = None) -> str:
+    node = node_at(path, values)
     return str(_resolve(node).get("description", "")) if node is not None else ""
 
 
-def options(path: Path) -> list[str]:
+def options(path: Path, values: Any = None) -> list[str]:
     """The words a key may be, where it is one of a few."""
-    node = node_at(path)
+    node = node_at(path, values)
     if node is None:
         return []
     return [
@@ -104,14 +141,24 @@ def options(path: Path) -> list[str]:
     ]
 
 
-def expected(path: Path) -> str:
-    """A key's type in words: "a number greater than 0 or null"."""
+def types(path: Path) -> list[str]:
+    """The types that the section at `path` may be of."""
     node = node_at(path)
+    return [] if node is None else [name for branch in _branches(node) if (name := type_of(branch)) is not None]
+
+
+def expected(path: Path, values: Any = None) -> str:
+    """A key's type in words: "a number greater than 0 or null"."""
+    node = node_at(path, values)
     return _words(node) if node is not None else ""
 
 
 def _words(node: dict[str, Any]) -> str:
-    words = [_one(branch) for branch in _branches(node)]
+    branches = _branches(node)
+    names = [type_of(branch) for branch in branches]
+    if None not in names and len(names) > 1:
+        return f"a section {{type: {' | '.join(map(str, names))}, …}}"
+    words = [_one(branch) for branch in branches]
     words = list(dict.fromkeys(words))
     if "null" in words:
         words = [word for word in words if word != "null"] + ["null"]
@@ -140,7 +187,7 @@ def _one(node: dict[str, Any]) -> str:
         ]
         return " ".join([noun, " and ".join(limits)]).strip()
     if kind == "string":
-        return "module:function" if "pattern" in node else "text"
+        return PATTERNS[node["pattern"]] if "pattern" in node else "text"
     if kind == "boolean":
         return "true or false"
     if kind == "null":
@@ -177,7 +224,10 @@ def explanation(path: Path) -> list[str]:
     lines = [f"{dotted(path)}: {description(path)}"]
     if not names:
         default = default_text(path)
-        return [*lines, f"  type     {expected(path)}", f"  default  {default}" if default else "  must be given"]
+        lines += [f"  type     {expected(path)}", f"  default  {default}" if default else "  must be given"]
+        return lines + _alternatives((*path, 0), path)
+    if len(types(path)) > 1:
+        return lines + _alternatives(path, path[:-1])
     width = max(map(len, names))
     for name in names:
         inner = (*path, name)
@@ -188,3 +238,16 @@ def explanation(path: Path) -> list[str]:
         lines.append(f"  {name:<{width}}  {description(inner)}")
         lines.append(f"  {'':<{width}}  {expected(inner)}; {told}")
     return lines
+
+
+def _alternatives(item: Path, whole: Path) -> list[str]:
+    """A line for each type that an item of the list `whole` may be of."""
+    branches = [branch for branch in _branches(node_at(item) or {}) if type_of(branch) is not None]
+    if len(branches) < 2:
+        return []
+    width = max(len(str(type_of(branch))) for branch in branches)
+    lines = [
+        f"  {type_of(branch):<{width}}  {branch.get('description', '')} {{{', '.join(branch['properties'])}}}"
+        for branch in branches
+    ]
+    return [f"An item is of one of these types; accord config explain {dotted(whole)}.TYPE lists its keys.", *lines]

@@ -98,15 +98,20 @@ def _refusal(item: Any, values: Any) -> Refusal:
     if kind == "literal_error" and item["loc"][-1:] == ("[key]",):
         return Refusal(path, f"no such stage. The stages are {', '.join(keys.stage_names())}.")
     if kind == "missing":
-        return Refusal(path, f"is needed. {keys.description(path)}".rstrip())
+        return Refusal(path, f"is needed. {keys.description(path, values)}".rstrip())
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         given = got.get("type") if isinstance(got, dict) else got
-        return Refusal((*path, "type"), f"expected model or function, got {shown(given)}.")
-    expected = keys.expected(path)
+        words = keys.types(path)
+        text = f"expected one of {', '.join(words)}, got {shown(given)}."
+        close = nearest(given, words) if isinstance(given, str) else None
+        return Refusal((*path, "type"), text + (f" Did you mean {close}?" if close else ""))
+    expected = keys.expected(path, values)
+    if "environment variable" in expected:  # what stands there instead may be the secret itself
+        return Refusal(path, f"expected {expected}; the secret itself does not belong into a configuration.")
     text = (
         f"expected {expected}, got {shown(got)}." if expected else f"{item['msg'][0].lower()}{item['msg'][1:]}, got {shown(got)}."
     )
-    options = keys.options(path)
+    options = keys.options(path, values)
     if isinstance(got, str) and options and (close := nearest(got, options)):
         text += f" Did you mean {close}?"
     if kind == "string_type" and isinstance(got, (int, float, bool)):
@@ -124,7 +129,7 @@ def unknown(path: Path, values: Any = None) -> str:
     if "." in name and (close := nearest(name, keys.all_keys())):
         section, _, rest = close.partition(".")
         return f"no such key. In a file, dots are levels: write {section}: {{{rest}: …}}."
-    siblings = keys.children(parent)
+    siblings = keys.children(parent, values)
     close = nearest(name, siblings)
     if close is None and name in ALIASES:
         return f"no such key. Did you mean {ALIASES[name]}?"

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from accord.config.sections import Count, ModelReward, NonNegative, Positive, RewardSource, Section, Share, Sources
+from accord.config.fields import Count, NonNegative, Positive, Section, Share
+from accord.config.reward_sections import ModelReward, RewardSource
+from accord.config.sections import Sources
 
 
 class KL(Section):

@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, ValidatorFunctionWrapHandler, model_validator
 
+from accord.config.fields import Section
 from accord.config.interpolate import interpolate
 from accord.config.messages import Locations, Path, Refusal, refuse, validation_refusals
 from accord.config.ppo_sections import PPO
@@ -31,7 +32,6 @@ from accord.config.sections import (
     Reward,
     RewardModel,
     Run,
-    Section,
     StageName,
     Track,
     Train,

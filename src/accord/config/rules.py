@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from accord.config.messages import Refusal
 from accord.config.ppo_rules import PPO_RULES
+from accord.config.reward_rules import reward_refusals
 
 if TYPE_CHECKING:
     from accord.config.root import Config
@@ -225,6 +226,10 @@ def what_is_off_has_no_settings(config: Config) -> Iterator[Refusal]:
 
 
 @rule
+def every_source_of_scores_can_score(config: Config) -> Iterator[Refusal]:
+    yield from reward_refusals(config.ppo.rewards)
+
+
 def the_best_model_needs_its_metric(config: Config) -> Iterator[Refusal]:
     metric = config.eval.best_metric
     if metric is None:

@@ -10,28 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BeforeValidator, Field, Strict
+
+from accord.config.fields import Count, Dtype, FunctionPath, Natural, NonNegative, Positive, ProperShare, Section, Share, Text
 
 StageName = Literal["sft", "reward", "dpo", "ppo"]
 STAGES: tuple[StageName, ...] = ("sft", "reward", "dpo", "ppo")
-Dtype = Literal["float32", "bfloat16", "float16"]
 FormatName = Literal[
     "messages", "hh", "alpaca", "sharegpt", "chatllama", "rm-static", "ultrafeedback", "shp", "webgpt", "summarize", "text"
 ]
-
-Count = Annotated[int, Field(ge=1)]  # a number of things, at least one
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-ProperShare = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-class Section(BaseModel):
-    """Strict types (`true` is no number), finite numbers, no unknown keys, no change after loading."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 # ------------------------------------------------------------------------------------------------------------------ run and model
@@ -355,27 +342,6 @@ class DPO(Section):
         return self.loss_type not in ("simpo", "orpo")
 
 
-class ModelReward(Section):
-    """Scores from reward_model.path."""
-
-    type: Literal["model"] = Field(default="model", description="A trained reward model.")
-    weight: float = Field(default=1.0, description="What the score counts for in the sum.")
-
-
-class FunctionReward(Section):
-    """Scores from a Python function, called with those of prompt, response, reference and meta that it names."""
-
-    type: Literal["function"] = Field(default="function", description="A Python function.")
-    path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")] = Field(description="module:function")
-    weight: float = Field(default=1.0, description="What the score counts for in the sum.")
-    fallback: float | None = Field(
-        default=None, description="Score of a sample on which the function fails; null: the run stops and names the sample."
-    )
-
-
-RewardSource = Annotated[ModelReward | FunctionReward, Field(discriminator="type")]
-
-
 class Generate(Section):
     """How answers are sampled, in PPO and by generate, chat and evaluate."""
 
@@ -432,7 +398,7 @@ class Pipeline(Section):
         default=("sft", "reward", "ppo"),
         description="The stages to run, in this order; `stages=[…]` on the command line is short for it.",
     )
-    judge: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")] | None = Field(
+    judge: FunctionPath | None = Field(
         default=None, description="module:function that scores answers of every stage's model at the end (0 to 1)."
     )
     judge_prompts: Sources = Field(default=None, description="The prompts it judges on, like data.train.")

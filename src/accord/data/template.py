@@ -109,6 +109,15 @@ class ConversationEncoder:
             segments.append(Segment(ids[shared:], trained, 0 if shared else -1))
         return Tree(tuple(segments))
 
+    def encode_whole(self, messages: Sequence[Message], *, ended: bool = True) -> list[int]:
+        """All that the template writes for a conversation, what follows its last turn included, as models trained elsewhere read it.
+
+        `ended` False: the last turn was cut off, and nothing is written after its content.
+        """
+        rendered = self.renderer.render(messages)
+        ids, _, _ = self._tokenise(rendered, len(rendered.text) if ended else rendered.turns[-1].content_end)
+        return [int(token) for token in ids]
+
     def encode_text(self, text: str) -> Tree:
         """A document for continued pre-training: BOS if the tokenizer writes one, the text, EOS; all trained but the first token."""
         ids = self._encode_plain(text)[0]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from accord.data.records import Prompt
 from accord.errors import AccordError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,25 +32,52 @@ class Sample:
         shown = last if len(last) <= 60 else last[:57] + "…"
         return f"{self.prompt.origin}: {shown!r}" if self.prompt.origin else repr(shown)
 
+    @property
+    def question(self) -> str:
+        """The text of the last user turn."""
+        for message in reversed(self.prompt.messages):
+            if message.role == "user":
+                return message.content
+        return self.prompt.messages[-1].content if self.prompt.messages else ""
+
 
 class Source(Protocol):
-    """One source of scores."""
+    """One source of scores. One that can fail on a sample also has `failures`, the number of its scores that were its fallback."""
 
     name: str
     weight: float
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
-        """One finite number a sample, in order. Raises AccordError naming the sample where it cannot."""
+        """One finite number a sample, in order. Raises AccordError naming the source and the sample where it cannot."""
+        ...
+
+
+@runtime_checkable
+class TokenSource(Protocol):
+    """A source that may reward single tokens: it does where `per_token` is true."""
+
+    per_token: bool
+
+    def token_scores(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """For each sample one finite number for each of its response tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class ScoreBoard:
-    """Scores of a batch: s = Σ weight · source, and each source's own."""
+    """Scores of a batch of R responses, and where they go: `total` to the last token of a response, `per_token` to each."""
 
-    total: list[float]
-    by_source: dict[str, list[float]] = field(default_factory=dict)
+    total: list[float]  # [R] s = Σ weight · source over the sources that score a response as a whole: added to R_T
+    by_source: dict[str, list[float]] = field(default_factory=dict)  # [R] each source's own, unweighted; per-token ones summed
     failures: int = 0  # scores that are a source's fallback
+    per_token: list[list[float]] | None = None  # [R][T] Σ weight · source over the per-token sources: added to R_t; None: no such
+
+    @property
+    def sums(self) -> list[float]:
+        """[R] everything a response was given: total plus the sum of its per-token rewards."""
+        if self.per_token is None:
+            return self.total
+        return [score + math.fsum(tokens) for score, tokens in zip(self.total, self.per_token, strict=True)]
 
 
 def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
@@ -54,30 +85,97 @@ def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
 
     Raises AccordError when a source gives the wrong count or a number that is not finite: a score is never made up.
     """
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        raise AccordError(f"two sources of scores are called alike ({', '.join(names)}); each needs its own name.")
     by_source: dict[str, list[float]] = {}
     total = [0.0] * len(samples)
+    per_token: list[list[float]] | None = None
     failures = 0
     for source in sources:
         before = getattr(source, "failures", 0)
-        scores = source.score(samples)
+        if isinstance(source, TokenSource) and source.per_token:
+            lists = source.token_scores(samples)
+            _check_count(source, len(lists), samples)
+            per_token = per_token or [[0.0] * len(sample.response_ids) for sample in samples]
+            for sample, summed, scores in zip(samples, per_token, lists, strict=True):
+                if len(scores) != len(summed):
+                    raise AccordError(
+                        f"reward {source.name} gave {len(scores)} numbers for the {len(summed)} tokens of the sample {sample.name}."
+                    )
+                for t, score in enumerate(scores):
+                    summed[t] += source.weight * _finite(source, score, sample)
+            by_source[source.name] = [math.fsum(scores) for scores in lists]
+        else:
+            own = source.score(samples)
+            _check_count(source, len(own), samples)
+            for i, (sample, score) in enumerate(zip(samples, own, strict=True)):
+                total[i] += source.weight * _finite(source, score, sample)
+            by_source[source.name] = list(own)
         failures += getattr(source, "failures", 0) - before
-        if len(scores) != len(samples):
-            raise AccordError(f"reward {source.name} gave {len(scores)} scores for {len(samples)} samples.")
-        for i, score in enumerate(scores):
-            if not math.isfinite(score):
-                raise AccordError(
-                    f"reward {source.name} gave {score} for the sample {samples[i].name}; expected a finite number."
-                )
-            total[i] += source.weight * score
-        by_source[source.name] = list(scores)
-    return ScoreBoard(total, by_source, failures)
+    return ScoreBoard(total, by_source, failures, per_token)
 
 
-def unique_names(names: Sequence[str]) -> list[str]:
-    """The names, with -2, -3 … behind those that were there before."""
-    seen: dict[str, int] = {}
+def _check_count(source: Source, count: int, samples: Sequence[Sample]) -> None:
+    if count != len(samples):
+        raise AccordError(f"reward {source.name} gave {count} scores for {len(samples)} samples.")
+
+
+def _finite(source: Source, score: float, sample: Sample) -> float:
+    if not math.isfinite(score):
+        raise AccordError(f"reward {source.name} gave {score} for the sample {sample.name}; expected a finite number.")
+    return score
+
+
+class Fallback:
+    """What a source does about a sample that it cannot score: the run stops, or the configured number counts.
+
+    With a number the failures are counted and the first one is told; it is never used in silence.
+    """
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+        self.count = 0
+
+    def use(self, error: AccordError, samples: int = 1) -> float:
+        """The fallback for so many samples. Raises `error` where there is none."""
+        if self.value is None:
+            raise error
+        if self.count == 0:
+            log.warning("%s It counts as the fallback, %s; further failures are only counted.", error, self.value)
+        self.count += samples
+        return self.value
+
+
+def as_number(value: Any) -> float:
+    """A finite float. Raises ValueError that says what `value` is, to follow "gave"."""
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # NumPy's and torch's numbers
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"a {type(value).__name__} ({short(value)}); expected a number")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond the largest float
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{number}; expected a finite number")
+    return number
+
+
+def short(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def unique_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+    """The names, with -2, -3 … behind those that were there before, or are `taken`."""
+    used = set(taken)
     result = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+        number, unique = 1, name
+        while unique in used:
+            number += 1
+            unique = f"{name}-{number}"
+        used.add(unique)
+        result.append(unique)
     return result

@@ -32,7 +32,7 @@ from accord.errors import ConfigError, DataError
 from accord.models.distribution import full_kl
 from accord.models.heads import context_length
 from accord.models.load import load_causal
-from accord.rewards import FunctionReward, Sample, combine
+from accord.rewards import Sample, combine
 from accord.rewards.base import ScoreBoard
 from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
@@ -46,7 +46,8 @@ from accord.trainers.ppo_experience import (
     score_metrics,
     spread,
 )
-from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters, load_critic, reward_sources
+from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters, load_critic
+from accord.trainers.ppo_rewards import reward_sources
 from accord.trainers.ppo_update import Updater
 
 if TYPE_CHECKING:
@@ -173,7 +174,9 @@ class PPOTrainer:
 
         coef = self.kl_controller.coef
         scores = torch.tensor(self.shaped(board.total, rollouts.samples))
-        token_scores = None  # [N] where sources score single tokens: they are added to each token's own reward
+        token_scores = None
+        if board.per_token is not None:
+            token_scores = torch.tensor([score for of_response in board.per_token for score in of_response])
         rewards = token_rewards(kl, scores, rollouts.last, coef, token_scores)
         advantages, returns = estimate_advantages(settings, rewards, values, rollouts)
         importance = importance_weights(settings, old, rollouts)
@@ -191,9 +194,9 @@ class PPOTrainer:
             metrics["ppo/explained_variance"] = explained_variance(values, returns)
         if importance is not None:
             metrics["ppo/importance_weight"] = float(importance.double().mean())
-        if any(isinstance(source, FunctionReward) and source.fallback is not None for source in self.sources):
+        if any(getattr(source, "fallback", None) is not None for source in self.sources):
             metrics["ppo/reward_fallbacks"] = float(board.failures)
-        self.samples = self._show(rollouts, board.total, k1.tolist())
+        self.samples = self._show(rollouts, board.sums, k1.tolist())
         return Experience(
             self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], importance, metrics
         )  # fmt: skip
@@ -408,7 +411,7 @@ class PPOTrainer:
         board = combine(self.sources, rollouts.samples)
         logprobs, ref, entropy, _ = self._read_policy(rollouts)
         k1 = rollouts.sum_by_response(logprobs - ref)
-        self.samples = self._show(rollouts, board.total, k1.tolist())
+        self.samples = self._show(rollouts, board.sums, k1.tolist())
         return score_metrics(board) | rollouts.metrics() | {
             "ppo/kl": float(k1.mean()),
             "ppo/kl_per_token": float((logprobs - ref).double().mean()),

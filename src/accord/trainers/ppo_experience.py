@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from accord.algorithms.advantages import gae, grpo, returns_to_go, rloo, sum_by_response, whiten
 from accord.algorithms.losses import mean_by_sequence
+from accord.algorithms.repetition import repeated_ngrams
 from accord.data.packing import Pack, pack_trees
 from accord.rewards.base import Sample, ScoreBoard
 from accord.rewards.grouping import prompt_trees
@@ -178,17 +178,9 @@ def importance_weights(settings: PPO, old: Tensor, rollouts: Rollouts) -> Tensor
     return log_ratio.exp().clamp(max=settings.is_clip)
 
 
-def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of the n-grams that are not the first of their kind: 0 for a text without repetition, near 1 for a loop."""
-    total = len(tokens) - n + 1
-    if total <= 0:
-        return 0.0
-    return 1 - len(Counter(tuple(tokens[i : i + n]) for i in range(total))) / total
-
-
 def score_metrics(board: ScoreBoard) -> dict[str, float]:
-    """Raw scores: their weighted sum, its spread, and each source."""
-    metrics = {"ppo/score": float(np.mean(board.total)), "ppo/score_std": float(np.std(board.total))}
+    """Raw scores: their weighted sum (per-token rewards added up), its spread, and each source."""
+    metrics = {"ppo/score": float(np.mean(board.sums)), "ppo/score_std": float(np.std(board.sums))}
     return metrics | {f"ppo/score/{name}": float(np.mean(scores)) for name, scores in board.by_source.items()}
 
 

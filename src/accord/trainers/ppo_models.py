@@ -1,30 +1,23 @@
-"""The four models of PPO and its sources of scores: what is loaded from where, and what does not go together."""
+"""The models of PPO: what is loaded from where, and what does not go together."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from accord.data.packing import Pack
-from accord.data.template import ConversationEncoder
 from accord.engine.trained import TrainedModel
 from accord.errors import ConfigError
 from accord.models.distribution import Distribution
-from accord.models.forward import FrozenModel, PackedModel
+from accord.models.forward import PackedModel
 from accord.models.heads import context_length
 from accord.models.load import LoadedModel, load_scalar, load_tokenizer
-from accord.rewards import FunctionReward, ModelReward, Source
-from accord.rewards.base import unique_names
-from accord.rewards.model import same_tokens
 from accord.trainers.reference import reference_for
 
 if TYPE_CHECKING:
     from accord.config import Config
-
-log = logging.getLogger(__name__)
 
 
 def check_settings(config: Config) -> None:
@@ -86,46 +79,6 @@ def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
             f"critic.path: {path} has another tokenizer than model.path. Set critic.path={config.model.path} to start it from the policy."
         )
     return loaded
-
-
-def reward_sources(config: Config, policy: LoadedModel) -> list[Source]:
-    """The sources of `ppo.rewards`, ready to score. A reward model is loaded once, however many sources ask it."""
-    names = unique_names(
-        [s.type if s.type == "model" else s.path.rpartition(":")[2].rpartition(".")[2] for s in config.ppo.rewards]
-    )
-    model: dict[str, Any] | None = None
-    sources: list[Source] = []
-    for i, (source, name) in enumerate(zip(config.ppo.rewards, names, strict=True)):
-        if source.type == "function":
-            sources.append(
-                FunctionReward(source.path, source.weight, name, key=f"ppo.rewards.{i}.path", fallback=source.fallback)
-            )
-            continue
-        model = model or _reward_model(config, policy)
-        sources.append(ModelReward(**model, max_tokens=config.train.max_tokens, weight=source.weight, name=name))
-    return sources
-
-
-def _reward_model(config: Config, policy: LoadedModel) -> dict[str, Any]:
-    settings = config.reward_model
-    if settings.path is None:
-        raise ConfigError(
-            "reward_model.path is needed: ppo.rewards asks a reward model for scores. Train one with `accord reward`, or score with a "
-            "function: ppo.rewards=[{type: function, path: module:function}]."
-        )
-    plain = config.model.model_copy(update={"chat_template": None, "lora": None})  # it keeps the template it was trained with
-    loaded = load_scalar(settings.path, plain, seed=config.run.seed, trainable=False, dtype=settings.dtype)
-    encoder = None
-    if not same_tokens(loaded.tokenizer, policy.tokenizer):
-        log.warning("The reward model has another tokenizer or chat template: answers are handed over as text.")
-        encoder = ConversationEncoder(loaded.tokenizer, None)
-    limits = [limit for limit in (settings.max_length, context_length(loaded.module)) if limit is not None]
-    if settings.max_length is not None and min(limits) < settings.max_length:
-        raise ConfigError(
-            f"reward_model.max_length={settings.max_length:,} is beyond the model's context of {min(limits):,} tokens."
-        )
-    model = FrozenModel(loaded.module, precision=config.train.precision)
-    return {"model": model, "encoder": encoder, "max_length": min(limits, default=None)}
 
 
 def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, critic: LoadedModel | None) -> None:
