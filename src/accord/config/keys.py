@@ -187,7 +187,7 @@ def _one(node: dict[str, Any]) -> str:
         ]
         return " ".join([noun, " and ".join(limits)]).strip()
     if kind == "string":
-        return PATTERNS[node["pattern"]] if "pattern" in node else "text"
+        return PATTERNS.get(node["pattern"], f"text like {node['pattern']}") if "pattern" in node else "text"
     if kind == "boolean":
         return "true or false"
     if kind == "null":

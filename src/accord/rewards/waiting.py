@@ -106,7 +106,7 @@ class Background:
                     given_up = True
                     for number in list(began):
                         outcomes[number] = Stalled()
-                    self._abandon()
+                    self._abandon(future)
                     return False
         except BaseException:  # interrupted
             future.cancel()
@@ -124,10 +124,11 @@ class Background:
     def _alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _abandon(self) -> None:
-        """Leave a blocked loop to itself; it ends when what blocks it does."""
+    def _abandon(self, future: concurrent.futures.Future[None]) -> None:
+        """Leave a blocked loop to itself; when what blocks it ends, it cancels the rest and stops."""
+        future.cancel()
         if self._loop is not None and self._alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.call_later, _LOOK_EVERY_SECONDS, self._loop.stop)
         self._loop = self._thread = None
 
 
