@@ -64,14 +64,14 @@ def a_group_has_company(config: Config) -> Iterator[Refusal]:
     if is_settled(config) and ppo.compares_groups and ppo.samples_per_prompt < 2:
         yield Refusal(
             ("ppo", "samples_per_prompt"),
-            f"{ppo.advantage} compares the answers to one prompt and needs at least 2. Set ppo.samples_per_prompt to 4 or more, "
-            "or use ppo.advantage=reinforce_pp.",
+            f"{ppo.advantage if ppo.objective == 'clip' else ppo.method} compares the answers to one prompt and needs at least 2. "
+            "Set ppo.samples_per_prompt to 4 or more, or use ppo.advantage=reinforce_pp.",
         )
 
 
 def groups_are_compared_by_whole_scores(config: Config) -> Iterator[Refusal]:
     ppo = config.ppo
-    if not is_settled(config) or not ppo.compares_groups:
+    if not is_settled(config) or not ppo.compares_groups or ppo.objective != "clip":
         return
     yield from set_in_vain(
         config, (("ppo", "gamma"),), f"ppo.advantage={ppo.advantage}, which compares the sums of the answers' rewards"
@@ -84,7 +84,7 @@ def groups_are_compared_by_whole_scores(config: Config) -> Iterator[Refusal]:
 
 
 def group_std_is_for_grpo(config: Config) -> Iterator[Refusal]:
-    if is_settled(config) and config.ppo.advantage != "grpo":
+    if is_settled(config) and config.ppo.objective == "clip" and config.ppo.advantage != "grpo":
         yield from set_in_vain(config, (("ppo", "group_std"),), f"ppo.advantage={config.ppo.advantage}")
 
 
@@ -92,11 +92,38 @@ def no_critic_has_no_settings(config: Config) -> Iterator[Refusal]:
     ppo = config.ppo
     if not is_settled(config) or ppo.needs_critic:
         return
-    why = f"ppo.advantage={ppo.advantage}, which has no critic"
+    why = f"{ppo.method}, which has no critic"
     keys = (("ppo", "lam"), ("ppo", "value_clip"), ("ppo", "value_coef"), ("critic", "lr"), ("critic", "warmup_steps"))
     yield from set_in_vain(config, keys, why)
     if config.critic.path != config.reward_model.path:
         yield Refusal(("critic", "path"), f"does nothing with {why}. Leave it out.")
+
+
+# What PPO's surrogate has, and learning from the best answer has not.
+OF_THE_SURROGATE = (
+    *((f"ppo/{key}") for key in (
+        "advantage", "group_std", "gamma", "whiten_advantages", "whiten_rewards", "clip", "clip_high", "dual_clip", "ratio", "entropy_coef",
+        "old_kl_coef", "normalize_score", "clip_reward", "target_kl", "ratio_threshold", "ptx_coef", "old_logprobs", "aggregation",
+    )),
+    *(f"ppo/kl/{key}" for key in ("coef", "estimator", "place", "controller", "target", "horizon")),
+)  # fmt: skip
+
+
+def the_best_answer_has_no_surrogate(config: Config) -> Iterator[Refusal]:
+    ppo, dpo = config.ppo, config.dpo
+    if not is_settled(config) or ppo.objective == "clip":
+        return
+    yield from set_in_vain(config, tuple(tuple(key.split("/")) for key in OF_THE_SURROGATE), ppo.method)
+    prompts = config.train.batch_size * ppo.generation_batches
+    if ppo.mini_batches > prompts:
+        yield Refusal(
+            ("ppo", "mini_batches"),
+            f"{ppo.method} learns once from each of {prompts} prompts: they can't be divided into {ppo.mini_batches}.",
+        )
+    if ppo.objective == "dpo" and dpo.loss_type == "kto":
+        yield Refusal(
+            ("dpo", "loss_type"), "kto learns from single answers, ppo.objective=dpo from the best and the worst. Use sigmoid."
+        )
 
 
 def importance_is_clipped_where_it_is_weighed(config: Config) -> Iterator[Refusal]:
@@ -136,6 +163,7 @@ PPO_RULES: tuple[Callable[[Config], Iterator[Refusal]], ...] = (
     groups_are_compared_by_whole_scores,
     group_std_is_for_grpo,
     no_critic_has_no_settings,
+    the_best_answer_has_no_surrogate,
     importance_is_clipped_where_it_is_weighed,
     a_mini_batch_is_not_empty,
     ptx_needs_data_and_a_weight,

@@ -33,6 +33,11 @@ class KL(Section):
 class PPO(Section):
     """Proximal policy optimisation (Schulman et al. 2017) as in InstructGPT."""
 
+    objective: Literal["clip", "dpo", "sft"] = Field(
+        default="clip",
+        description="clip: PPO's clipped surrogate. Without advantages, from the best of each prompt's answers: dpo, preferred to the worst "
+        "with the loss of the section dpo (online DPO, Guo et al. 2024); sft, imitated (RAFT, Dong et al. 2023).",
+    )
     samples_per_prompt: Count = Field(default=1, description="Answers sampled for each prompt.")
     generation_batches: Count = Field(
         default=1,
@@ -106,12 +111,17 @@ class PPO(Section):
     @property
     def needs_critic(self) -> bool:
         """Whether a value function is trained."""
-        return self.advantage == "gae"
+        return self.objective == "clip" and self.advantage == "gae"
 
     @property
     def compares_groups(self) -> bool:
-        """Whether an answer's advantage is measured against the other answers to its prompt."""
-        return self.advantage in ("grpo", "rloo")
+        """Whether an answer is measured against the other answers to its prompt."""
+        return self.objective != "clip" or self.advantage in ("grpo", "rloo")
+
+    @property
+    def method(self) -> str:
+        """What decides how an answer counts, as messages name it."""
+        return f"ppo.objective={self.objective}" if self.objective != "clip" else f"ppo.advantage={self.advantage}"
 
     @property
     def whitens_advantages(self) -> bool:

@@ -230,6 +230,7 @@ def every_source_of_scores_can_score(config: Config) -> Iterator[Refusal]:
     yield from reward_refusals(config.ppo.rewards)
 
 
+@rule
 def the_best_model_needs_its_metric(config: Config) -> Iterator[Refusal]:
     metric = config.eval.best_metric
     if metric is None:

@@ -124,7 +124,11 @@ class FunctionReward:
 
     def token_scores(self, samples: Sequence[Sample]) -> list[list[float]]:
         """For each sample one number for each of its response tokens."""
-        return self._collect(samples, self._numbers, lambda sample, fallback: [0.0] * (len(sample.response_ids) - 1) + [fallback] * (len(sample.response_ids) > 0))
+        return self._collect(
+            samples,
+            self._numbers,
+            lambda sample, fallback: [0.0] * (len(sample.response_ids) - 1) + [fallback] * (len(sample.response_ids) > 0),
+        )
 
     def _collect(
         self, samples: Sequence[Sample], read: Callable[[Sample, Any], T], instead: Callable[[Sample, float], T]

@@ -37,6 +37,7 @@ from accord.rewards.base import ScoreBoard
 from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
 from accord.trainers.loop import run_loop
+from accord.trainers.ppo_best import BestUpdater
 from accord.trainers.ppo_experience import (
     Averages,
     Experience,
@@ -102,6 +103,7 @@ class PPOTrainer:
         self.reference = Reference(config, self.policy)
         self.engine = HybridEngine(self.policy, config.engine)
         self.updater = Updater(config, self.engine, self.critic, self.reference, ptx)
+        self.best = BestUpdater(config, self.engine, self.total_steps) if settings.objective != "clip" else None
         self.params = SamplingParams.from_settings(config.generate, self.encoder.stop_token_ids)
         if self.params.truncates:
             log.warning(
@@ -165,7 +167,8 @@ class PPOTrainer:
     def weigh(self, rollouts: Rollouts, board: ScoreBoard) -> Experience:
         """Scored answers with what PPO learns from: log-probabilities, values, rewards, advantages."""
         settings = self.settings
-        in_reward, full = settings.kl.place == "reward", settings.kl.estimator == "full"
+        penalised = settings.objective == "clip"  # elsewhere KL is only measured
+        in_reward, full = penalised and settings.kl.place == "reward", settings.kl.estimator == "full"
         with self.engine.times("logprob"):
             old, ref, entropy, kl = self._read_policy(rollouts, exact_kl=full and in_reward)
             values = self._read_critic(rollouts)
@@ -186,10 +189,10 @@ class PPOTrainer:
         metrics |= {
             "ppo/kl": float(k1.mean()),
             "ppo/kl_per_token": float((old - ref).double().mean()),
-            "ppo/kl_coef": coef,
-            "ppo/non_score_reward": float(rollouts.sum_by_response(-coef * kl).mean()),
             "ppo/entropy": float(entropy.double().mean()),
         }
+        if penalised:
+            metrics |= {"ppo/kl_coef": coef, "ppo/non_score_reward": float(rollouts.sum_by_response(-coef * kl).mean())}
         if values is not None and returns is not None:
             metrics["ppo/explained_variance"] = explained_variance(values, returns)
         if importance is not None:
@@ -202,10 +205,12 @@ class PPOTrainer:
         )  # fmt: skip
 
     def update(self, experience: Experience) -> dict[str, float]:
-        """`ppo_epochs` passes over the experience in `mini_batches` optimizer steps each; then β for the next one.
+        """`ppo_epochs` passes over the experience in `mini_batches` optimizer steps each; then β for the next one (see also BestUpdater).
 
         Returns the means over everything that was computed: losses as `ppo.aggregation` counts, the rest by tokens.
         """
+        if self.best is not None:
+            return self.best.update(experience)
         settings, learns, updater = self.settings, self.acting(experience), self.updater
         averages, began = Averages(), time.perf_counter()
         counts = {"ppo/skipped_minibatches": 0.0, "ppo/stopped_early": 0.0, "ppo/updates": 0.0, "train/tokens": 0.0}
@@ -300,7 +305,7 @@ class PPOTrainer:
                 )
         if self.settings.compares_groups and (alone := [g for g, n in Counter(groups).items() if n < 2]):
             name = samples[groups.index(alone[0])].name
-            raise DataError(f"ppo.advantage={self.settings.advantage} compares the responses to a query; {name} has only one.")
+            raise DataError(f"{self.settings.method} compares the responses to a query; {name} has only one.")
         if self.settings.old_logprobs == "sampler":
             raise DataError("ppo.old_logprobs=sampler needs the sampler's log-probabilities. Use ppo.old_logprobs=recompute.")
         return Rollouts(samples, groups, None)

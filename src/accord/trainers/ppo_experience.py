@@ -145,7 +145,12 @@ class Experience:
 def estimate_advantages(
     settings: PPO, rewards: Tensor, values: Tensor | None, rollouts: Rollouts
 ) -> tuple[Tensor, Tensor | None]:
-    """(A_t [N], R̂_t [N]) as `ppo.advantage` says; without a critic there are no returns to learn."""
+    """(A_t [N], R̂_t [N]) as `ppo.advantage` says; without a critic there are no returns to learn.
+
+    Where the best answer is learnt from (`ppo.objective`), the rewards are left as they are.
+    """
+    if settings.objective != "clip":
+        return rewards, None
     if settings.whiten_rewards:
         rewards = whiten(rewards, shift_mean=False)
     returns = None
