@@ -216,3 +216,16 @@ def test_score_bins_are_groups_of_equal_size_by_prediction():
         assert b.observed == pytest.approx(sum(targets[i] for i in group) / len(group))
     assert [b.count for b in score_bins(tensor([1.0, 2.0]), tensor([1.0, 4.0]))] == [1, 1]
     assert calibration_error(score_bins(tensor([1.0, 2.0]), tensor([1.0, 4.0]))) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("pairs", "low", "high"), [(200, 0.055, 0.075), (2000, 0.015, 0.025)])
+def test_a_perfect_model_has_an_error_too_where_pairs_are_few(pairs, low, high):
+    """The figures of docs/algorithms/reward.md: labels drawn with the very probabilities that the model states."""
+    generator = torch.Generator().manual_seed(0)
+    for spread in (0.4, 0.8, 1.5):
+        errors = []
+        for _ in range(40):
+            differences = spread * torch.randn(pairs, generator=generator, dtype=torch.float64)
+            drawn = torch.rand(pairs, generator=generator, dtype=torch.float64) < differences.sigmoid()
+            errors.append(calibration_error(confidence_bins(torch.where(drawn, differences, -differences))))
+        assert low < sum(errors) / len(errors) < high

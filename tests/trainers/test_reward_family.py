@@ -233,6 +233,21 @@ def test_a_model_whose_scores_cannot_be_normalised_is_refused(entry, message, ti
         load_normalization(tmp_path)
 
 
+def test_a_resumed_run_leaves_the_same_normalisation_and_evaluation(tiny_folder, tmp_path, monkeypatch):
+    changes = {"checkpoint": {"every_steps": 2}, "eval": {"every_steps": 2}, "train": {"ema_decay": 0.9}}
+    trainer("reward-token_pairwise", tiny_folder("llama"), tmp_path / "whole", changes).train()
+    broken = trainer("reward-token_pairwise", tiny_folder("llama"), tmp_path / "cut", changes)
+    step = broken.step
+    monkeypatch.setattr(broken, "step", lambda number: step(number) if number < 4 else pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        broken.train()
+    assert evaluation(tmp_path / "cut")["step"] == 2
+    trainer("reward-token_pairwise", tiny_folder("llama"), tmp_path / "cut", changes).train()
+    assert evaluation(tmp_path / "cut") == evaluation(tmp_path / "whole") and evaluation(tmp_path / "cut")["step"] == 5
+    for part in ("model", "ema"):
+        assert load_normalization(tmp_path / "cut" / part) == load_normalization(tmp_path / "whole" / part)
+
+
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 

@@ -81,6 +81,7 @@ class TrainedModel(PackedModel):
         decay = train.ema_decay if ema else None
         self.ema_decay = decay
         self.ema = {name: p.detach().float().clone() for name, p in self.parameters.items()} if decay is not None else None
+        self.holds_ema = False  # inside with_ema()
         self.schedule_step = 0  # optimizer steps done: skipped ones do not count
         self.skipped = 0
         self._skipped_in_a_row = 0
@@ -237,9 +238,11 @@ class TrainedModel(PackedModel):
         with torch.no_grad():
             for name, p in self.parameters.items():
                 p.copy_(self.ema[name])
+        self.holds_ema = True
         try:
             yield
         finally:
+            self.holds_ema = False
             with torch.no_grad():
                 for name, p in self.parameters.items():
                     p.copy_(kept[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -182,14 +182,19 @@ class RewardTrainer:
 
     def normalization(self) -> Normalization:
         """How the scores of the weights as they are now lie: over the held-out answers of an evaluation or, where nothing is held out, over
-        the answers of NORMALIZATION_SAMPLE training examples, spread evenly over the data."""
+        the answers of NORMALIZATION_SAMPLE training examples, spread evenly over the data. Measured once an optimizer step, and for the EMA."""
+        if self._measured is not None and self._measured[0] == self.model.schedule_step and not self.model.holds_ema:
+            return self._measured[1]
         examples = list(limited(self.examples.valid, self.config.eval.max_examples))
-        if examples:
-            return normalization_of(self._judge_all(examples)[1].scores, "held-out")
-        count = len(self.examples.train)
-        some = min(count, NORMALIZATION_SAMPLE)
-        examples = [self.examples.train[i * count // some] for i in range(some)]
-        return normalization_of(self._judge_all(examples)[1].scores, "training")
+        data: Literal["held-out", "training"] = "held-out" if examples else "training"
+        if not examples:
+            count = len(self.examples.train)
+            some = min(count, NORMALIZATION_SAMPLE)
+            examples = [self.examples.train[i * count // some] for i in range(some)]
+        found = normalization_of(self._judge_all(examples)[1].scores, data)
+        if not self.model.holds_ema:
+            self._measured = (self.model.schedule_step, found)
+        return found
 
     def epoch(self, step: int) -> float:
         return self.order.epoch(step)
@@ -202,11 +207,8 @@ class RewardTrainer:
         self._measured = None
 
     def save(self, folder: Path) -> None:
-        measured = self._measured
-        if measured is None or measured[0] != self.model.schedule_step:
-            measured = self._measured = (self.model.schedule_step, self.normalization())
         stops = self.encoder.stop_token_ids
-        save_trained(self.model, folder, self.config, self.stage, stops, normalization=lambda: measured[1])
+        save_trained(self.model, folder, self.config, self.stage, stops, normalization=self.normalization)
 
     def export(self, run: Path) -> None:
         if not len(self.examples.valid):

@@ -71,7 +71,9 @@ def evaluate_pairs(judged: Judged, examples: Sequence[Example]) -> dict[str, Any
     unequal = chosen != rejected
     # The longer answer has the higher score: where it is the better one the difference is positive, where it is the worse one negative.
     longer_wins = ((differences > 0) & (chosen > rejected)) | ((differences < 0) & (chosen < rejected))
-    sides = ["chosen" if c > r else "rejected" if c < r else "neither" for c, r in zip(chosen, rejected, strict=True)]
+    sides = [
+        "chosen" if c > r else "rejected" if c < r else "neither" for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)
+    ]
     return {
         "kind": "pairs",
         "count": len(differences),
@@ -82,7 +84,7 @@ def evaluate_pairs(judged: Judged, examples: Sequence[Example]) -> dict[str, Any
         "by_length": _by_length(torch.maximum(chosen, rejected), accuracy),
         "by_longer": _groups("longer", sides, accuracy),
         "prefers_longer": float(longer_wins[unequal].double().mean()) if bool(unequal.any()) else None,
-        "by_source": _groups("source", _sources(judged.examples[judged.better], examples), accuracy),
+        "by_source": _groups("source", _sources(judged.examples[judged.better].tolist(), examples), accuracy),
     }
 
 
@@ -102,7 +104,7 @@ def evaluate_scores(judged: Judged, targets: Tensor, examples: Sequence[Example]
         "calibration_error": calibration_error(bins),
         "calibration": [asdict(b) for b in bins],
         "by_length": _by_length(judged.lengths.cpu(), error),
-        "by_source": _groups("source", _sources(judged.examples, examples), error),
+        "by_source": _groups("source", _sources(judged.examples.tolist(), examples), error),
     }
 
 
@@ -140,6 +142,6 @@ def _groups(key: str, names: Sequence[str], measure: Measure) -> list[dict[str, 
     ]
 
 
-def _sources(numbers: Iterable[Any], examples: Sequence[Example]) -> list[str]:
+def _sources(numbers: Iterable[int], examples: Sequence[Example]) -> list[str]:
     """The file or data set of each example: its origin without the line (file:12, rows[12])."""
-    return [_PLACE.sub("", examples[int(number)].origin) for number in numbers]
+    return [_PLACE.sub("", examples[number].origin) for number in numbers]
