@@ -169,6 +169,30 @@ def test_a_template_without_its_reference_names_the_sample(bert_folder):
         load(bert_folder, label=0, template="{reference} {response}").score([sample("a")])
 
 
+def test_an_empty_text_names_the_sample(llama_folder):
+    reward = load(llama_folder, template="{response}")
+    assert reward.input == "text"
+    with pytest.raises(AccordError, match=r"text for the sample p.jsonl:4: 'How many legs\?' is empty"):
+        reward.score([sample("a"), sample("")])
+
+
+def test_positions_that_begin_behind_the_padding_are_not_counted(bert_folder):
+    """RoBERTa with 64 position embeddings reads 62 tokens."""
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 400}
+    module = RobertaForSequenceClassification(
+        RobertaConfig(**sizes, max_position_embeddings=64, num_labels=1, pad_token_id=1)
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(bert_folder, model_max_length=10**30)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    reward = ClassifierReward(module, tokenizer)
+    assert reward.max_length == 62
+    long, brief = sample("word " * 100), sample("你好")
+    together = reward.score([long, brief])
+    assert together == pytest.approx(reward.score([long]) + reward.score([brief]), abs=1e-6)
+
+
 def test_what_is_no_classifier_is_refused(tiny_folder, tmp_path):
     with pytest.raises(ConfigError, match=r"ppo.rewards.0.path: .* is no sequence classifier: it lacks score.weight"):
         load(tiny_folder("llama"))

@@ -30,6 +30,7 @@ def reply(text, finish_reason="stop"):
         ("  Score: 2/5.", 2.0),
         ("Score: 4\nbecause …\nScore: 4.0", 4.0),
         ("> Score: +1", 1.0),
+        ("Fine.\r\nScore: 3\r\n", 3.0),
     ],
 )
 def test_a_score_is_read(text, score):

@@ -9,6 +9,7 @@ import torch
 from accord.data.records import Message, Prompt
 from accord.data.trees import branching
 from accord.errors import AccordError
+from accord.models.normalization import Normalization
 from accord.rewards import ModelReward, Sample
 from accord.rewards.grouping import prompt_trees
 
@@ -83,3 +84,12 @@ def test_another_tokenizer_gets_the_text_with_an_end_only_where_the_model_ended(
     # an end token weighs 0 in the fingerprint: check the tokens themselves
     assert reward._encode(sample([1], [2], "yes"))[1] == [*map(ord, "yes"), 0]
     assert reward._encode(sample([1], [2], "yes", truncated=True))[1] == [*map(ord, "yes")]
+
+
+def test_normalised_scores_are_shifted_and_scaled():
+    normalization = Normalization(mean=5.0, std=2.0, texts=10, data="held-out")
+    plain, normalised = (
+        ModelReward(FingerprintModel(), max_tokens=100, normalization=n).score([sample([1, 2], [3]), sample([1, 2], [9, 9])])
+        for n in (None, normalization)
+    )
+    assert normalised == [(score - 5.0) / 2.0 for score in plain]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,22 @@ def test_the_reward_model_gives_in_ppo_the_score_it_gives_alone(tiny_folder, rew
         with torch.no_grad():
             alone = plain(input_ids=torch.tensor([[*sample.prompt_ids, *sample.response_ids]])).logits[0, 0].item()
         assert score == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_reward_model_can_be_normalised_as_it_was_trained(tiny_folder, reward_folder, tmp_path):
+    folder = tmp_path / "normal"
+    shutil.copytree(reward_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["score_normalization"] = {"mean": 0.5, "std": 0.25, "texts": 8, "data": "held-out"}
+    (folder / "config.json").write_text(json.dumps(config))
+    rewards = [{"type": "model"}, {"type": "model", "normalize": True, "name": "normal"}]
+    changes = {"reward_model": {"path": str(folder)}, "ppo": {"rewards": rewards}}
+    trainer = PPOTrainer(settings(tiny_folder("llama"), tmp_path / "run", changes), train_dataset=PROMPTS)
+    board = trainer.make_experience([trainer.examples.train[i] for i in range(4)]).board
+    assert board.by_source["normal"] == pytest.approx([(score - 0.5) / 0.25 for score in board.by_source["model"]])
+    with pytest.raises(ConfigError, match=r"ppo.rewards.1.normalize: .* does not say how its scores lie"):
+        changes["reward_model"]["path"] = str(reward_folder)
+        PPOTrainer(settings(tiny_folder("llama"), tmp_path / "run", changes), train_dataset=PROMPTS)
 
 
 def test_the_critic_starts_from_the_reward_model(tiny_folder, reward_folder, tmp_path):

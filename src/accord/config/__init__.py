@@ -43,8 +43,8 @@ from accord.config.sections import (
 from accord.errors import ConfigError
 
 __all__ = [
-    "DPO", "KL", "PPO", "SFT", "STAGES", "Checkpoint", "ClassifierReward", "Config", "ConfigError", "Critic", "Data", "Engine", "Eval",
-    "Export", "FormatReward", "FromScratch", "FunctionReward", "Generate", "HumanReward", "JudgeReward", "LengthReward", "Lora", "Model",
-    "ModelReward", "Pipeline", "Reference", "RemoteReward", "RepetitionReward", "Reward", "RewardModel", "RewardSource", "Run", "Section",
-    "Source", "StageName", "Track", "Train", "build", "dump_yaml", "load_config", "preset_names",
+    "DPO", "KL", "PPO", "SFT", "STAGES", "Checkpoint", "ClassifierReward", "Config", "ConfigError", "Critic", "Data", "Engine",
+    "Eval", "Export", "FormatReward", "FromScratch", "FunctionReward", "Generate", "HumanReward", "JudgeReward", "LengthReward",
+    "Lora", "Model", "ModelReward", "Pipeline", "Reference", "RemoteReward", "RepetitionReward", "Reward", "RewardModel",
+    "RewardSource", "Run", "Section", "Source", "StageName", "Track", "Train", "build", "dump_yaml", "load_config", "preset_names",
 ]  # fmt: skip

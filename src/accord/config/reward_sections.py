@@ -28,6 +28,10 @@ class ModelReward(RewardSection):
     """Scores from reward_model.path."""
 
     type: Literal["model"] = Field(default="model", description="A trained reward model.")
+    normalize: bool = Field(
+        default=False,
+        description="Shift and scale scores by the mean and deviation that accord reward measured (in its config.json).",
+    )
 
 
 class ClassifierReward(RewardSection):
@@ -59,7 +63,7 @@ class ClassifierReward(RewardSection):
 
 
 class FunctionReward(RewardSection):
-    """Scores from a Python function, called with those of prompt, response, reference, meta, messages, truncated and tokens that it names."""
+    """Scores from a Python function, called with what it names of a sample: prompt, response, reference, meta, messages …"""
 
     type: Literal["function"] = Field(default="function", description="A Python function, ordinary or async.")
     path: FunctionPath = Field(description="module:function")

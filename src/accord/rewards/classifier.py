@@ -29,11 +29,11 @@ class ClassifierReward:
 
     Probabilities are softmax over the labels, or sigmoid where the model's problem_type is multi_label_classification.
     `input`: chat, the conversation in the tokenizer's own chat template; pair, (prompt, response) as the two texts of a pair; text,
-    `template` filled. Where the response was cut by the length limit, chat writes no end of turn. Special tokens written in a message
-    are plain text. What is longer than `max_length` tokens loses its beginning (told once), a pair that of its prompt first.
+    `template` filled. Where the response was cut by the length limit, chat writes no end of turn. Special tokens written in a
+    message are plain text. What is longer than `max_length` tokens loses its beginning (told once), a pair that of its prompt first.
 
-    Texts of one batch are padded on the right, with their mask: the score of a response is the same, up to rounding, whatever is scored
-    beside it.
+    Texts of one batch are padded on the right, with their mask: the score of a response is the same, up to rounding, whatever is
+    scored beside it.
     """
 
     def __init__(
@@ -72,6 +72,9 @@ class ClassifierReward:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[float]:
         encoded = [self._encode(sample) for sample in samples]
+        for sample, (ids, _) in zip(samples, encoded, strict=True):
+            if not ids:
+                raise AccordError(f"{self.key}: the classifier's text for the sample {sample.name} is empty.")
         scores = [0.0] * len(samples)
         order = sorted(range(len(samples)), key=lambda i: -len(encoded[i][0]))  # like lengths together
         size = self.batch_size if self.pad_token_id is not None else 1
@@ -197,6 +200,9 @@ def _input(tokenizer: Any, input: Input, template: str | None, key: str) -> Lite
 
 def _max_length(module: torch.nn.Module, tokenizer: Any, wanted: int | None, key: str) -> int | None:
     limits = [limit for limit in (context_length(module), tokenizer.model_max_length) if limit is not None and limit < 1e9]
+    for name, part in module.named_modules():  # RoBERTa's positions begin behind that of its padding
+        if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            limits.append(part.num_embeddings - part.padding_idx - 1)  # type: ignore[operator]
     limit = min(limits, default=None)
     if wanted is not None and limit is not None and wanted > limit:
         raise ConfigError(f"{key}: {wanted:,} is beyond the classifier's {limit:,} tokens.")

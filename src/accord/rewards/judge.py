@@ -1,4 +1,4 @@
-"""A reward that is a language model's judgement: `{type: judge, base_url: …, model: …}`, through any OpenAI-compatible chat endpoint."""
+"""A reward that is a language model's judgement: `{type: judge, base_url, model}`, at any OpenAI-compatible chat endpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Score: number
 
 # A line of its own: "Score: 4", also "**Score: 4.5**", "Score: 4/5", "score = -1."
 _SCORE = re.compile(
-    r"^[ \t>*_#]*score[ \t*_]*[:=][ \t*_]*(?P<score>[+-]?\d+(?:\.\d+)?)(?:[ \t]*/[ \t]*(?P<of>\d+(?:\.\d+)?))?[ \t*_]*\.?[ \t*_]*$",
+    r"^[ \t>*_#]*score[ \t*_]*[:=][ \t*_]*(?P<score>[+-]?\d+(?:\.\d+)?)(?:[ \t]*/[ \t]*(?P<of>\d+(?:\.\d+)?))?[ \t*_]*\.?[ \t*_\r]*$",
     re.IGNORECASE | re.MULTILINE,
 )
 
@@ -65,11 +65,11 @@ class JudgeReward:
     """Scores that a language model gives, one request a sample, several at once.
 
     A request that fails for good (as in `RemoteReward`), and a reply from which no score can be read, raise AccordError naming the
-    address and the sample, or count as the `fallback`. The judge reads the response as text among its instructions: a policy may learn
-    to write to the judge. Watch samples and KL.
+    address and the sample, or count as the `fallback`. The judge reads the response as text among its instructions: a policy may
+    learn to write to the judge. Watch samples and KL.
 
-    `template`: a text with {response}, or a file of one. Raises ConfigError at construction when the file or the key is missing, or a
-    placeholder is unknown.
+    `template`: a text with {response}, or a file of one. Raises ConfigError at construction when the file or the key is missing, or
+    a placeholder is unknown.
     """
 
     def __init__(

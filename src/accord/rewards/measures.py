@@ -88,8 +88,8 @@ class FormatReward:
             return float(find(sample.response, timeout=self.timeout) is not None)
         except TimeoutError:
             message = (
-                f"{self.key}: matching the pattern {short(self.pattern.pattern)} took longer than its timeout of {self.timeout:g} seconds "
-                f"on the sample {sample.name} with the response {short(sample.response)}."
+                f"{self.key}: matching the pattern {short(self.pattern.pattern)} took longer than its timeout of {self.timeout:g} "
+                f"seconds on the sample {sample.name} with the response {short(sample.response)}."
             )
             return self._fallback.use(AccordError(message))
 

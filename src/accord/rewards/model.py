@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from accord.data.template import ConversationEncoder
+    from accord.models.normalization import Normalization
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class ModelReward:
     When its tokenizer (or chat template) is another one, `encoder` is the reward model's, and the conversation is handed over as
     text: rendered and encoded as the reward model was trained. A response cut by the length limit gets no end token there either.
 
+    With `normalization` (mean and deviation of the model's scores, as its training measured them) a score is (s - mean) / std.
     Sequences longer than `max_length` lose the oldest tokens of their prompt. The score of a response is the same whatever is
     scored beside it.
     """
@@ -47,11 +49,12 @@ class ModelReward:
         max_tokens: int,
         max_length: int | None = None,
         encoder: ConversationEncoder | None = None,
+        normalization: Normalization | None = None,
         weight: float = 1.0,
         name: str = "model",
     ) -> None:
         self.model, self.encoder, self.weight, self.name = model, encoder, weight, name
-        self.max_tokens, self.max_length = max_tokens, max_length
+        self.max_tokens, self.max_length, self.normalization = max_tokens, max_length, normalization
         self._warned = False
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
@@ -62,7 +65,7 @@ class ModelReward:
         for pack in pack_trees(trees, max([self.max_tokens, *(tree.num_tokens for tree in trees)])):
             numbers = [number for tree in pack.tree_index for number in members[tree]]
             for number, score in zip(numbers, self.model.scores(pack).tolist(), strict=True):
-                scores[number] = score
+                scores[number] = score if self.normalization is None else self.normalization.apply(score)
         return scores
 
     def _tokens(self, sample: Sample) -> tuple[list[int], list[int]]:

@@ -1,6 +1,7 @@
 """A reward that is an HTTP service: `{type: remote, url: …}`.
 
-POST url   {"samples": [{"prompt": [{"role", "content"} …], "response": text, "reference": text or null, "meta": {…}, "truncated": bool} …]}
+POST url   {"samples": [{"prompt": [{"role", "content"} …], "response": text, "reference": text or null, "meta": {…},
+                             "truncated": bool} …]}
 200        {"scores": [number …]}                                              one a sample, in order
 """
 

@@ -1,4 +1,4 @@
-"""Calls that may take long: several async ones at once, each with its limit of time, and ordinary ones in a thread that is not waited for."""
+"""Calls that may take long: several async ones at once, each with its limit of time, and ordinary ones in a thread."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Background:
                 if blocking or not self._alive():
                     given_up = True
                     for number in list(began):
-                        outcomes[number] = Stalled()
+                        outcomes[number] = Stalled() if blocking else RuntimeError("it ended the event loop it runs in")
                     self._abandon(future)
                     return False
         except BaseException:  # interrupted
@@ -138,7 +138,7 @@ def _overdue(began: dict[int, float], seconds: float) -> list[int]:
 
 
 def within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """What an ordinary call gives. Raises Stalled when that takes longer; it is then left to itself, as Python cannot end a thread."""
+    """What an ordinary call gives. Raises Stalled when that takes longer; the call is left to itself: Python ends no thread."""
     if seconds is None:
         return call()
     outcome: list[Any] = []

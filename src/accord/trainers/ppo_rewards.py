@@ -23,6 +23,7 @@ from accord.errors import ConfigError
 from accord.models.forward import FrozenModel
 from accord.models.heads import context_length
 from accord.models.load import load_scalar
+from accord.models.normalization import Normalization, load_normalization
 from accord.rewards import Source, human, judge, measures, model, remote
 from accord.rewards import classifier as classifiers
 from accord.rewards import function as functions
@@ -53,7 +54,13 @@ def reward_sources(config: Config, policy: LoadedModel) -> list[Source]:
         made = light[i]
         if isinstance(settings, ModelReward):
             loaded = loaded or _reward_model(config, policy)
-            made = model.ModelReward(**loaded, max_tokens=config.train.max_tokens, weight=settings.weight, name=names[i])
+            made = model.ModelReward(
+                **loaded,
+                max_tokens=config.train.max_tokens,
+                normalization=_normalization(loaded["model"], f"ppo.rewards.{i}.normalize") if settings.normalize else None,
+                weight=settings.weight,
+                name=names[i],
+            )
         elif isinstance(settings, ClassifierReward):
             made = _classifier(settings, names[i], f"ppo.rewards.{i}")
         assert made is not None
@@ -115,6 +122,13 @@ def light_source(settings: RewardSource, name: str, key: str, decode: functions.
         case HumanReward():
             return human.HumanReward(settings.path, fallback=settings.fallback, weight=weight, name=name, key=key)
     return None
+
+
+def _normalization(frozen: FrozenModel, key: str) -> Normalization:
+    try:
+        return load_normalization(frozen.module)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _classifier(settings: ClassifierReward, name: str, key: str) -> classifiers.ClassifierReward:
