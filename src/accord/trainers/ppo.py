@@ -136,11 +136,11 @@ class PPOTrainer:
         A query is a prompt as in `make_experience`, or its token ids. A response is its token ids, with the end token where the model
         ended it. Raises DataError for what can't be learned from.
         """
-        self.experiences += 1
         self.engine.times.start()
         rollouts = self.given(queries, responses)
         if len(scores) != len(rollouts) or not all(map(math.isfinite, scores)):
             raise DataError(f"{len(rollouts)} responses need as many finite scores, got {list(scores)}.")
+        self.experiences += 1
         return self._improve(self.weigh(rollouts, ScoreBoard([float(score) for score in scores])))
 
     def _improve(self, experience: Experience) -> dict[str, float]:
