@@ -169,16 +169,24 @@ def test_one_step_is_the_same_in_any_layout(make, mini_batches):
     assert largest_difference(policy, policy_too) < 2e-5 and largest_difference(critic, critic_too) < 2e-5
 
 
-def test_gradients_are_the_same_in_any_layout(make):
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_gradients_are_the_same_in_any_layout(make, aggregation, ratio):
     gradients = []
     for budget in (72, 1024):
         ppo = make(
             {
                 "train": {"max_tokens": budget},
-                "ppo": {"samples_per_prompt": 2, "entropy_coef": 0.01, "kl": {"place": "loss", "estimator": "k3"}},
+                "ppo": {
+                    **{"samples_per_prompt": 2, "entropy_coef": 0.01, "kl": {"place": "loss", "estimator": "k3"}},
+                    **{"aggregation": aggregation, "ratio": ratio, "old_kl_coef": 0.1, "clip": 0.05},
+                },
             }
         )
         experience = ppo.make_experience(all_prompts(ppo))
+        with torch.no_grad():  # away from where ratio and penalties are 1 and 0
+            for parameter in ppo.policy.parameters.values():
+                parameter += 0.02 * torch.sin(torch.arange(parameter.numel())).reshape(parameter.shape)
         batch = experience.rollouts.minibatch(range(len(experience)), budget)
         ppo.updater.policy_gradient(experience, batch, kl_coef=0.1)
         ppo.updater.value_gradient(experience, batch)

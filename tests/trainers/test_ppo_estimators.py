@@ -148,6 +148,16 @@ def test_a_run_without_a_critic_that_was_interrupted_ends_in_the_same_bytes(tiny
 # -- rounds of generation --------------------------------------------------------------------------------------------------
 
 
+def counting(generate, asked):
+    """`generate`, noting how many requests each call has."""
+
+    def counted(prompts, *args, **options):
+        asked.append(len(prompts))
+        return generate(prompts, *args, **options)
+
+    return counted
+
+
 def test_rounds_of_generation_make_the_experience_of_one_large_batch(make):
     """2 rounds of 4 prompts = 1 of 8, in prompts, answers, advantages and weights; the sampler is asked twice."""
     results = []
@@ -158,10 +168,8 @@ def test_rounds_of_generation_make_the_experience_of_one_large_batch(make):
                 "ppo": {"generation_batches": rounds, "samples_per_prompt": 2, "mini_batches": 2},
             }
         )
-        asked = []
-        ppo.engine.generate = lambda prompts, *a, ask=ppo.engine.generate, **k: (
-            asked.append(len(prompts)) or ask(prompts, *a, **k)
-        )
+        asked: list[int] = []
+        ppo.engine.generate = counting(ppo.engine.generate, asked)
         experience = ppo.make_experience([ppo.examples.train[i] for i in ppo.order.batch(1)])
         ppo.update(experience)
         results.append(([s.response_ids for s in experience.rollouts.samples], experience.advantages, weights(ppo.policy)))

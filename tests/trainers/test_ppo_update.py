@@ -117,7 +117,8 @@ def test_a_whole_update_against_numpy(tiny_folder, tmp_path, name, budget):
                 gradients[key] = {n: p.grad.clone() for n, p in model.parameters.items() if p.grad is not None}
                 return step()
 
-            setattr(ppo.engine if key == "policy" else model, "step", capture)
+            owner = ppo.engine if key == "policy" else model
+            owner.step = capture
     plain = {"policy": copy.deepcopy(ppo.policy.module), "critic": copy.deepcopy(ppo.critic and ppo.critic.module)}
     metrics = experience.metrics | ppo.update(experience)
 
