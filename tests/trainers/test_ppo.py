@@ -516,7 +516,7 @@ def test_a_prompt_may_be_a_text_a_row_a_record_or_an_example(make):
     ppo = make()
     text = "How many legs?"
     same = [text, {"prompt": text}, Prompt((Message("user", text),)), ppo.examples.train[0]]
-    asked = [ppo._ask(prompt) for prompt in same]
+    asked = [ppo.answers.ask(prompt) for prompt in same]
     assert {tuple(ids) for _, ids in asked} == {tuple(asked[0][1])}
     assert all(record.messages == (Message("user", text),) for record, _ in asked)
     for wrong in (3, None, [1, 2]):

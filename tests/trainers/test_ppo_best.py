@@ -14,7 +14,11 @@ from accord.errors import ConfigError
 from accord.trainers.ppo_best import best_and_worst, ranking_scores
 from tests.trainers.ppo_setup import PROMPTS, function, largest_difference, merge, trainer, weights
 
-BEST = {"critic": {"lr": 5.0e-6}, "ppo": {"clip_reward": 5.0, "kl": {"coef": 0.05}, "samples_per_prompt": 4}, "dpo": {"beta": 0.5}}
+BEST = {
+    "critic": {"lr": 5.0e-6},
+    "ppo": {"clip_reward": 5.0, "kl": {"coef": 0.05}, "samples_per_prompt": 4},
+    "dpo": {"beta": 0.5},
+}
 
 
 def best(objective: str, model, run, changes=None, **options):

@@ -201,7 +201,7 @@ def test_learning_from_given_answers_is_the_step_that_sampled_them(make, advanta
     first, second = make(changes), make(changes)
     prompts = [first.examples.train[i] for i in first.order.batch(1)]
     expected = first.step(1)
-    samples = second.sample(prompts, 2, second._seeds(1)).samples
+    samples = second.answers.sample(prompts, 2, 1).samples
     queries = [torch.tensor(s.prompt_ids) if i % 2 else list(s.prompt_ids) for i, s in enumerate(samples)]
     responses = [torch.tensor(s.response_ids) for s in samples]
     scores = [sum(c in "ea" for c in s.response) / max(1, len(s.response)) for s in samples]
@@ -225,6 +225,8 @@ def test_what_cannot_be_learned_from_is_refused(make):
         (["a", "a"], [ids, []], [1.0, 2.0], "a response is at least one token id from 0 to 511"),
         (["a", "a"], [ids, [512]], [1.0, 2.0], "token id from 0 to 511"),
         (["a", "a"], [ids, "text"], [1.0, 2.0], "token id"),
+        (["a", "a"], [ids, 5], [1.0, 2.0], "token id"),
+        (["a", None], [ids, ids], [1.0, 2.0], "a query is"),
         (["a", [7.5]], [ids, ids], [1.0, 2.0], "a query is at least one token id"),
         (["a", "b", "b"], [ids] * 3, [1.0, 2.0, 3.0], "'a' has only one"),
         (["a", "a"], [ids, [5] * 300], [1.0, 2.0], "the model takes 256"),

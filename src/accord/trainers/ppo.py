@@ -8,13 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,20 +20,18 @@ from accord.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, token_rewards
 from accord.data.dataset import Example, load_examples
 from accord.data.loader import BatchOrder
 from accord.data.packing import Pack
-from accord.data.reading import read_records
-from accord.data.records import Message, PlainText, Prompt, Record
-from accord.engine.generate import Rollout, SamplingParams, before_stop
+from accord.engine.generate import SamplingParams
 from accord.engine.hybrid import HybridEngine
 from accord.engine.trained import TrainedModel, prefixed, unprefixed
 from accord.errors import ConfigError, DataError
 from accord.models.distribution import full_kl
-from accord.models.heads import context_length
 from accord.models.load import load_causal
 from accord.rewards import Sample, combine
 from accord.rewards.base import ScoreBoard
 from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
 from accord.trainers.loop import run_loop
+from accord.trainers.ppo_answers import Answers, Asked
 from accord.trainers.ppo_best import BestUpdater
 from accord.trainers.ppo_experience import (
     Averages,
@@ -55,8 +50,6 @@ if TYPE_CHECKING:
     from accord.config import Config
 
 log = logging.getLogger(__name__)
-
-Asked = Example | Record | Mapping[str, Any] | str  # what may stand for a prompt
 SAMPLES_SHOWN = 8
 # Sampler and trainer read the same weights: more than this between their log-probabilities is a fault, not rounding.
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bf16": 0.5}
@@ -110,6 +103,7 @@ class PPOTrainer:
                 "generate.top_p, top_k, min_p or repetition_penalty is set: answers are sampled from another distribution than the one "
                 "whose log-probabilities PPO learns from."
             )
+        self.answers = Answers(config, self.encoder, self.engine, self.params)
         kl = settings.kl
         self.kl_controller = AdaptiveKL(kl.coef, kl.target, kl.horizon) if kl.controller == "adaptive" else FixedKL(kl.coef)
         self.moments = RunningMoments()
@@ -137,7 +131,7 @@ class PPOTrainer:
         ended it. Raises DataError for what can't be learned from.
         """
         self.engine.times.start()
-        rollouts = self.given(queries, responses)
+        rollouts = self.answers.given(queries, responses)
         if len(scores) != len(rollouts) or not all(map(math.isfinite, scores)):
             raise DataError(f"{len(rollouts)} responses need as many finite scores, got {list(scores)}.")
         self.experiences += 1
@@ -157,9 +151,8 @@ class PPOTrainer:
         self.experiences += 1
         times = self.engine.times
         times.start()
-        rollouts = self.sample(
-            prompts, self.settings.samples_per_prompt, self._seeds(self.experiences), at_once=self.config.train.batch_size
-        )
+        samples, rounds = self.settings.samples_per_prompt, self.config.train.batch_size
+        rollouts = self.answers.sample(prompts, samples, self.experiences, at_once=rounds)
         with times("score"):
             board = combine(self.sources, rollouts.samples)
         return self.weigh(rollouts, board)
@@ -199,7 +192,7 @@ class PPOTrainer:
             metrics["ppo/importance_weight"] = float(importance.double().mean())
         if any(getattr(source, "fallback", None) is not None for source in self.sources):
             metrics["ppo/reward_fallbacks"] = float(board.failures)
-        self.samples = self._show(rollouts, board.sums, k1.tolist())
+        self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
         return Experience(
             self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], importance, metrics
         )  # fmt: skip
@@ -261,84 +254,6 @@ class PPOTrainer:
 
     # -- experience --------------------------------------------------------------------------------------------------
 
-    def sample(self, prompts: Sequence[Asked], count: int, seeds: np.random.SeedSequence, at_once: int | None = None) -> Rollouts:
-        """`count` answers to each prompt, in rounds of `at_once` prompts.
-
-        An answer depends on its prompt and on its place among all of them, not on its neighbours or its round.
-        """
-        asked = [self._ask(prompt) for prompt in prompts for _ in range(count)]
-        words = seeds.generate_state(len(asked), np.uint64).tolist()
-        answers: list[Rollout] = []
-        for start in range(0, len(asked), size := (at_once or len(asked)) * count):
-            part = slice(start, start + size)
-            answers += self.engine.generate([ids for _, ids in asked[part]], self.params, seeds=words[part])
-        samples = [
-            self._sample(prompt, ids, answer.token_ids, answer.truncated)
-            for (prompt, ids), answer in zip(asked, answers, strict=True)
-        ]
-        logprobs = torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float32)
-        return Rollouts(samples, [i for i in range(len(prompts)) for _ in range(count)], logprobs)
-
-    def given(self, queries: Sequence[Asked | Tensor], responses: Sequence[Sequence[int] | Tensor]) -> Rollouts:
-        """Answers that were sampled elsewhere; those to equal queries are one group. Raises DataError for what can't be one."""
-        if len(queries) != len(responses) or not len(queries):
-            raise DataError(f"{len(queries)} queries and {len(responses)} responses: one of each is needed, and at least one.")
-        samples: list[Sample] = []
-        groups: list[int] = []
-        known: dict[tuple[int, ...], int] = {}
-        for query, response in zip(queries, responses, strict=True):
-            if isinstance(query, (str, Mapping, Example, Record)):
-                prompt, ids = self._ask(query)
-            else:
-                ids = self._token_ids(query, "query")
-                prompt = Prompt((Message("user", self.encoder.decode(ids)),), origin=f"query {len(samples)}")
-            tokens = self._token_ids(response, "response")
-            ended = tokens[-1] in self.encoder.stop_token_ids
-            sample = self._sample(prompt, ids, tokens, truncated=False)
-            ended = ended or sample.response != self.encoder.decode(tokens)  # by a stop string
-            samples.append(replace(sample, truncated=not ended))
-            groups.append(known.setdefault(tuple(ids), len(known)))
-            longest = context_length(self.policy.module)
-            if longest is not None and len(ids) + len(tokens) > longest:
-                raise DataError(
-                    f"{samples[-1].name} and its response have {len(ids) + len(tokens):,} tokens, the model takes {longest:,}."
-                )
-        if self.settings.compares_groups and (alone := [g for g, n in Counter(groups).items() if n < 2]):
-            name = samples[groups.index(alone[0])].name
-            raise DataError(f"{self.settings.method} compares the responses to a query; {name} has only one.")
-        if self.settings.old_logprobs == "sampler":
-            raise DataError("ppo.old_logprobs=sampler needs the sampler's log-probabilities. Use ppo.old_logprobs=recompute.")
-        return Rollouts(samples, groups, None)
-
-    def _token_ids(self, tokens: Sequence[int] | Tensor, name: str) -> list[int]:
-        ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else list(tokens)
-        size = self.policy.inner.config.get_text_config().vocab_size
-        if not ids or not all(type(token) is int and 0 <= token < size for token in ids):
-            raise DataError(f"a {name} is at least one token id from 0 to {size - 1:,}, not {tokens!r:.60}.")
-        return ids
-
-    def _sample(self, prompt: Prompt, prompt_ids: list[int], response_ids: list[int], truncated: bool) -> Sample:
-        text = before_stop(self.encoder.decode(response_ids), self.params.stop)
-        return Sample(prompt, prompt_ids, response_ids, text, truncated)
-
-    def _ask(self, prompt: Asked) -> tuple[Prompt, list[int]]:
-        """The record and its tokens. Raises DataError for what is no prompt."""
-        if isinstance(prompt, str):
-            prompt = Prompt((Message("user", prompt),), origin="prompt")
-        elif isinstance(prompt, Mapping):
-            prompt = next(read_records([prompt], "prompt"))
-        if not isinstance(prompt, Example):
-            if isinstance(prompt, PlainText) or not isinstance(prompt, Record):
-                raise DataError(f"a prompt is a text, a row, a record or an example, not a {type(prompt).__name__}.")
-            prompt = prompt if isinstance(prompt, Prompt) else prompt.as_prompt()
-            return prompt, list(self.encoder.encode_prompt(prompt.messages))
-        record = prompt.record if isinstance(prompt.record, Prompt) else prompt.record.as_prompt()  # type: ignore[union-attr]
-        return record, prompt.tree.sequence(prompt.tree.leaves[0]).tolist()
-
-    def _seeds(self, *words: int) -> np.random.SeedSequence:
-        seed = self.config.generate.seed
-        return np.random.SeedSequence([self.config.run.seed if seed is None else seed, *words])
-
     def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False) -> Tensor:
         """[4, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
         entropies; and with `exact_kl` the KL over the whole vocabulary (else 0).
@@ -389,21 +304,6 @@ class PPOTrainer:
             "throughput/generate_tflops": flops / seconds / 1e12,
         }
 
-    def _show(self, rollouts: Rollouts, scores: Sequence[float], kl: Sequence[float]) -> list[dict[str, Any]]:
-        """The first few answers for samples.jsonl."""
-        return [
-            {
-                "prompt": [message.as_dict() for message in sample.prompt.messages],
-                "response": sample.response,
-                "score": scores[i],
-                "kl": kl[i],
-                "finish_reason": "length" if sample.truncated else "stop",
-                "origin": sample.prompt.origin,
-            }
-            | ({} if sample.prompt.reference is None else {"reference": sample.prompt.reference})
-            for i, sample in enumerate(rollouts.samples[:SAMPLES_SHOWN])
-        ]
-
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -412,11 +312,11 @@ class PPOTrainer:
         if not len(prompts):
             return {}
         began = time.perf_counter()
-        rollouts = self.sample(prompts, 1, self._seeds(0))
+        rollouts = self.answers.sample(prompts, 1, 0)
         board = combine(self.sources, rollouts.samples)
         logprobs, ref, entropy, _ = self._read_policy(rollouts)
         k1 = rollouts.sum_by_response(logprobs - ref)
-        self.samples = self._show(rollouts, board.sums, k1.tolist())
+        self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
         return score_metrics(board) | rollouts.metrics() | {
             "ppo/kl": float(k1.mean()),
             "ppo/kl_per_token": float((logprobs - ref).double().mean()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -85,6 +85,21 @@ class Rollouts:
     def sum_by_response(self, values: Tensor) -> Tensor:
         """[N] → [R], accumulated in float64."""
         return sum_by_response(values, self.lengths)
+
+    def shown(self, most: int, scores: Sequence[float], kl: Sequence[float]) -> list[dict[str, Any]]:
+        """The first few answers for samples.jsonl."""
+        return [
+            {
+                "prompt": [message.as_dict() for message in sample.prompt.messages],
+                "response": sample.response,
+                "score": scores[i],
+                "kl": kl[i],
+                "finish_reason": "length" if sample.truncated else "stop",
+                "origin": sample.prompt.origin,
+            }
+            | ({} if sample.prompt.reference is None else {"reference": sample.prompt.reference})
+            for i, sample in enumerate(self.samples[:most])
+        ]
 
     def metrics(self) -> dict[str, float]:
         """What can be said of the responses alone."""
