@@ -96,6 +96,42 @@ def test_the_same_through_gradient_checkpointing(family: str) -> None:
         assert gradient is None or torch.allclose(gradient, gradients[1][name], rtol=1e-5, atol=1e-6), name
 
 
+def test_a_layout_is_cut_into_calls_that_hold_every_row_once() -> None:
+    from accord.models.packed import SegmentLayout
+
+    pack = make_pack(some_trees(), range(len(some_trees())))
+    layout = SegmentLayout(pack.segments, pack.position_ids)
+    assert not layout.plain
+    assert torch.equal(layout.queries[layout.order], torch.arange(len(pack)))
+    long = make_pack([single(range(120), [True] * 120), single(range(130), [True] * 130)], [0, 1])
+    assert SegmentLayout(long.segments, long.position_ids).plain  # nothing is copied for long sequences that share nothing
+
+
+def test_a_frozen_model_in_bf16_holds_rounded_linears_and_answers_the_same() -> None:
+    from accord.models.forward import FrozenModel
+
+    pack = make_pack(some_trees(), range(len(some_trees())))
+    frozen = FrozenModel(tiny("llama"), precision="bf16")
+    other = PackedModel(tiny("llama"), precision="bf16")
+    with torch.no_grad():
+        want = other.token_logprobs(pack).logprobs
+    assert torch.equal(frozen.token_logprobs(pack).logprobs, want)
+    dtypes = {name: p.dtype for name, p in frozen.module.named_parameters()}
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    assert dtypes["model.embed_tokens.weight"] == dtypes["lm_head.weight"] == torch.float32
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
+def test_packed_under_bf16_autocast_is_near_the_same_in_float32(family: str) -> None:
+    pack = make_pack(some_trees(), range(len(some_trees())))
+    exact, rounded = PackedModel(tiny(family)), PackedModel(tiny(family), precision="bf16")
+    want, got = exact.token_logprobs(pack).logprobs, rounded.token_logprobs(pack).logprobs
+    assert got.dtype == torch.float32 and (got - want).abs().max() < 0.1
+    (weights_for(len(want)) * want).sum().backward()
+    (weights_for(len(got)) * got).sum().backward()
+    assert_same_gradients(exact.module, rounded.module, tolerance=0.2)
+
+
 def with_lora(model):
     import peft
 
@@ -168,7 +204,9 @@ def test_the_packs_hold_every_tree_once_within_the_budget() -> None:
     assert sum(len(pack) for pack in packs) == sum(tree.num_tokens for tree in trees)
 
 
-def test_log_probabilities_entropy_and_mean_have_the_right_gradients() -> None:
+@pytest.mark.parametrize("kept", [0, 11 * 60, 11 * VOCABULARY])  # no block of the vocabulary, the first ones, all
+@pytest.mark.parametrize("extras", [False, True])
+def test_log_probabilities_entropy_and_mean_have_the_right_gradients(monkeypatch, kept: int, extras: bool) -> None:
     from accord.models import logprobs as module
 
     generator = torch.Generator().manual_seed(0)
@@ -176,19 +214,25 @@ def test_log_probabilities_entropy_and_mean_have_the_right_gradients() -> None:
     weight = torch.randn(VOCABULARY, 8, generator=generator, requires_grad=True)
     bias = torch.randn(VOCABULARY, generator=generator, requires_grad=True)
     targets = torch.randint(0, VOCABULARY, (11,), generator=generator)
+    targets[:3] = torch.tensor([0, VOCABULARY - 1, 27])
     w = torch.randn(3, 11, generator=generator, dtype=torch.float64)
     h, m, b = (x.detach().double().requires_grad_() for x in (hidden, weight, bias))
     logp = torch.log_softmax((h @ m.T + b) / 0.7, -1)
     want = (logp[torch.arange(11), targets], -(logp.exp() * logp).sum(-1), logp.mean(-1))
-    sum((w[i] * want[i]).sum() for i in range(3)).backward()
-    before, module.CHUNK_ELEMENTS = module.CHUNK_ELEMENTS, 4 * VOCABULARY  # several chunks, the last one partial
-    try:
-        out = module.chunked_logprobs(hidden, weight, bias, targets, 0.7, True, True)
-        got = (out.logprobs, out.entropy, out.mean_logprobs)
-        for a, e in zip(got, want, strict=True):
-            assert torch.allclose(a.double(), e, atol=1e-5)
-        sum((w[i] * got[i]).sum() for i in range(3)).backward()
-    finally:
-        module.CHUNK_ELEMENTS = before
+    asked = 3 if extras else 1
+    sum((w[i] * want[i]).sum() for i in range(asked)).backward()
+    # Several blocks of 27 columns, the last one narrower.
+    monkeypatch.setattr(module, "_LEAST_COLUMNS", 27)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(module, "KEPT_ELEMENTS", kept)
+    out = module.chunked_logprobs(hidden, weight, bias, targets, 0.7, extras, extras)
+    got = (out.logprobs, out.entropy, out.mean_logprobs)[:asked]
+    for a, e in zip(got, want, strict=False):
+        assert torch.allclose(a.double(), e, atol=1e-5)
+    total = sum((w[i] * got[i]).sum() for i in range(asked))
+    total.backward(retain_graph=True)
     for a, e in zip((hidden, weight, bias), (h, m, b), strict=True):
         assert torch.allclose(a.grad.double(), e.grad, atol=2e-5)
+    total.backward()  # once more: the kept logits are gone, the gradient is the same
+    for a, e in zip((hidden, weight, bias), (h, m, b), strict=True):
+        assert torch.allclose(a.grad.double(), 2 * e.grad, atol=4e-5)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accord.models.logprobs import TokenLogprobs, chunked_logprobs, logprobs_from_logits, rows_per_chunk
+from accord.models.logprobs import TokenLogprobs, chunked_logprobs, logprobs_from_logits
+
+LOGITS_ALIVE = 64 * 1024 * 1024  # of both distributions at a time (256 MiB in float32)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def full_kl(policy: Distribution, reference: Distribution) -> Tensor:
         logp = policy.logp(rows)
         return (logp.exp() * (logp - reference.logp(rows))).sum(-1)
 
-    step = rows_per_chunk(2 * policy.vocabulary)
+    step = max(1, LOGITS_ALIVE // (2 * policy.vocabulary))
     chunks = [slice(start, start + step) for start in range(0, len(policy), step)]
     if not chunks:
         return policy._rows.new_zeros(0, dtype=torch.float32)

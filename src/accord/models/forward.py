@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,8 @@ class FrozenModel(PackedModel):
     def __init__(self, module: nn.Module, *, precision: str = "float32") -> None:
         module.requires_grad_(False).eval()
         super().__init__(module, precision=precision)
+        if self.compute_dtype is not None:
+            _round_linears(self.inner, self.compute_dtype)
 
     @torch.no_grad()
     def hidden(self, pack: Pack, embedding_noise: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,6 +137,21 @@ class FrozenModel(PackedModel):
     @torch.no_grad()
     def distribution(self, pack: Pack, temperature: float = 1.0, embedding_noise: float | None = None) -> Distribution:
         return super().distribution(pack, temperature)
+
+
+def _round_linears(module: Any, dtype: torch.dtype) -> None:
+    """Keep the weights of frozen linear layers in `dtype`: autocast would round them to it in every forward, so no number changes.
+
+    Not the heads: a score is computed in float32, and the output embedding may be the input embedding too.
+    """
+    kept = {id(module.get_output_embeddings()), *(id(getattr(module, name, None)) for name in ("score", "classifier"))}
+    for part in module.modules():
+        if type(part) is nn.Linear and id(part) not in kept:
+            part.to(dtype)
+    for parameter in module.parameters():
+        # Weights are pages of the file they came from. As long as one of them is, the pages of the others stay resident too.
+        if parameter.dtype != dtype and parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
 
 
 def _packed_inputs(module: nn.Module, pack: Pack, embedding_noise: float | None) -> dict:

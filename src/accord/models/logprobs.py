@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_ELEMENTS = 64 * 1024 * 1024  # logits alive at a time (256 MiB in float32)
+# Logits alive at a time. Those of one chunk stay in a processor's cache between the product and what follows it; a GPU has the
+# bandwidth and wants large products.
+CHUNK_ELEMENTS = 4 * 1024 * 1024
+CHUNK_ELEMENTS_GPU = 64 * 1024 * 1024
+KEPT_ELEMENTS = 64 * 1024 * 1024  # logits that the backward pass finds as they were; the others it computes again
+_LEAST_COLUMNS = 1024  # of a block, however many rows there are: narrower products are slow
 
 
 @dataclass(frozen=True)
@@ -40,88 +46,116 @@ def chunked_logprobs(
 ) -> TokenLogprobs:
     """log_softmax((hidden · weightᵀ + bias) / temperature) at the targets.
 
-    Logits live for one chunk of rows at a time and are computed again in the backward pass: the [N, V] matrix is never alive,
-    at the price of one more product with the head.
+    The vocabulary is taken a block of columns at a time, so that the [N, V] matrix is never alive and a row of the weight's
+    gradient is written once. Where a gradient is wanted the first `KEPT_ELEMENTS` logits are kept for it, a fifth of the work saved;
+    those of the blocks beyond are computed again.
     """
     with torch.autocast(hidden.device.type, enabled=False):  # the dtype is ours to choose, forward and backward
         out = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, entropy, mean, dtype or weight.dtype)
     return TokenLogprobs(out[0], out[1] if entropy else None, out[2] if mean else None)
 
 
-def rows_per_chunk(vocabulary: int) -> int:
-    """How many positions' logits may live at once."""
-    return max(1, CHUNK_ELEMENTS // vocabulary)
+def _blocks(rows: int, vocabulary: int, device: torch.device) -> list[slice]:
+    """The vocabulary in blocks of columns; `rows` of logits over one of them are one chunk."""
+    most = CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS_GPU
+    width = max(_LEAST_COLUMNS, most // max(1, rows))
+    return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
-def _chunk_logp(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+def _here(targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """The rows whose target lies in `block`, and the target's column there."""
+    rows = ((targets >= block.start) & (targets < block.stop)).nonzero()[:, 0]
+    return rows, targets[rows] - block.start
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """With p = softmax(z) and z = logits / temperature:
+    """With z = logits / temperature, lse = logsumexp(z) and p = exp(z - lse):
 
-    ∂logp_y/∂z = 1_y - p;   ∂H/∂z = -p ⊙ (log p + H);   ∂mean/∂z = 1/V - p.
+    log p_y = z_y - lse;   H = lse - Σ_v p_v z_v;   mean = (Σ_v z_v)/V - lse
+    ∂log p_y/∂z = 1_y - p;   ∂H/∂z = -p ⊙ (log p + H);   ∂mean/∂z = 1/V - p.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, entropy, mean, dtype):
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.options = (temperature, entropy, mean, dtype)
         n, vocabulary = len(hidden), len(weight)
-        logprobs = hidden.new_empty(n, dtype=torch.float32)
-        entropies = hidden.new_empty(n if entropy else 0, dtype=torch.float32)
-        means = hidden.new_empty(n if mean else 0, dtype=torch.float32)
-        weight, bias = weight.to(dtype), bias.to(dtype) if bias is not None else None
-        step = rows_per_chunk(vocabulary)
-        for start in range(0, n, step):
-            rows = slice(start, start + step)
-            logp = _chunk_logp(hidden[rows].to(dtype), weight, bias, temperature)
-            logprobs[rows] = logp.gather(-1, targets[rows, None])[:, 0]
-            if entropy:
-                entropies[rows] = torch.special.entr(logp.exp()).sum(-1)
+        blocks = _blocks(n, vocabulary, hidden.device)
+        h = hidden.to(dtype)
+        kept: list[Tensor] = []
+        keep = KEPT_ELEMENTS if any(ctx.needs_input_grad[:3]) else 0
+        chosen = hidden.new_empty(n, dtype=torch.float32)
+        total = hidden.new_zeros(n if mean else 0, dtype=torch.float32)
+        parts, expected = [], []  # of each block: logsumexp, and Σ_v p_v z_v with p normalised within the block
+        for block in blocks:
+            z = F.linear(h, weight[block].to(dtype), bias[block].to(dtype) if bias is not None else None)
+            if (keep := keep - z.numel()) >= 0:
+                kept.append(z)
+            z = _scaled(z, temperature)
+            rows, columns = _here(targets, block)
+            chosen[rows] = z[rows, columns]
+            parts.append(torch.logsumexp(z, dim=-1))
             if mean:
-                means[rows] = logp.mean(-1)
-        return logprobs, entropies, means
+                total += z.sum(-1)
+            if entropy:
+                expected.append((torch.softmax(z, dim=-1) * z).sum(-1))
+        of_block = torch.stack(parts)
+        lse = torch.logsumexp(of_block, dim=0)
+        entropies = lse - ((of_block - lse).exp() * torch.stack(expected)).sum(0) if entropy else total.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
+        ctx.kept = kept
+        ctx.options = (temperature, entropy, mean, dtype)
+        return chosen - lse, entropies, total / vocabulary - lse if mean else total
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, grad_mean):
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
         temperature, entropy, mean, dtype = ctx.options
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         n, vocabulary = len(hidden), len(weight)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        w, b = weight.to(dtype), bias.to(dtype) if bias is not None else None
-        step = rows_per_chunk(vocabulary)
-        for start in range(0, n, step):
-            rows = slice(start, start + step)
-            h = hidden[rows].to(dtype)
-            p = _chunk_logp(h, w, b, temperature).exp_()
-            g = grad_logprobs[rows, None]
-            pulled = None
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
+        grad_weight = torch.empty_like(weight) if need_weight else None
+        grad_bias = torch.empty_like(bias) if need_bias else None
+        h = hidden.to(dtype)
+        kept, ctx.kept = ctx.kept, []
+        pull = (grad_logprobs + grad_mean if mean else grad_logprobs)[:, None]
+        for i, block in enumerate(_blocks(n, vocabulary, hidden.device)):
+            w = weight[block].to(dtype)
+            z = kept[i] if i < len(kept) else F.linear(h, w, bias[block].to(dtype) if bias is not None else None)
+            if i < len(kept):
+                kept[i] = None
+            logp = _scaled(z, temperature).sub_(lse[:, None])  # in place: nobody reads the logits again
             if entropy:
-                surprise = torch.special.entr(p)
-                pulled = grad_entropy[rows, None] * (surprise - p * surprise.sum(-1, keepdim=True))
-            grad = p.mul_(-(g + grad_mean[rows, None]) if mean else -g)
-            grad.scatter_add_(-1, targets[rows, None], g)
-            if pulled is not None:
-                grad += pulled
+                surprise = grad_entropy[:, None] * (logp + entropies[:, None])
+                p = logp.exp_()
+                grad = p.mul_(-(pull + surprise))
+            else:
+                grad = logp.exp_().mul_(-pull)
+            rows, columns = _here(targets, block)
+            grad[rows, columns] += grad_logprobs[rows]
             if mean:
-                grad += grad_mean[rows, None] / vocabulary
+                grad += grad_mean[:, None] / vocabulary
             if temperature != 1.0:
                 grad /= temperature
+            if grad_bias is not None:
+                grad_bias[block] = grad.sum(0)
             grad = grad.to(dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = (grad @ w).to(hidden.dtype)
+                _add_product(grad_hidden, grad, w)
             if grad_weight is not None:
-                grad_weight.add_(grad.T @ h)
-            if grad_bias is not None:
-                grad_bias += grad.float().sum(0)
-        return (
-            grad_hidden,
-            grad_weight.to(weight.dtype) if grad_weight is not None else None,
-            grad_bias.to(bias.dtype) if grad_bias is not None else None,
-            *[None] * 5,
-        )
+                if grad_weight.dtype == dtype:
+                    torch.mm(grad.T, h, out=grad_weight[block])
+                else:
+                    grad_weight[block] = grad.T @ h
+        return grad_hidden.to(hidden.dtype) if grad_hidden is not None else None, grad_weight, grad_bias, *[None] * 5
+
+
+def _scaled(z: Tensor, temperature: float) -> Tensor:
+    z = z.float()
+    return z if temperature == 1.0 else z / temperature
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a · b, without a temporary where the types allow it."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

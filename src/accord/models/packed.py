@@ -36,7 +36,7 @@ class Group:
     keys: Tensor  # [G, K] rows of the pack: ancestors, then the segment itself
     query_mask: Tensor  # [G, L] bool
     key_mask: Tensor  # [G, K] bool
-    span: tuple[int, int] | None  # the one segment's (start, end) when G = 1 and it has no ancestors: plain slices serve
+    causal: bool  # one segment without ancestors: no mask is needed to say who sees whom
 
     def mask(self, positions: Tensor, window: int | None) -> Tensor:
         """[G, 1, L, K] bool: key at or before the query in its own sequence, and within the window."""
@@ -55,11 +55,17 @@ class SegmentLayout:
         """`segments`: (start, end, parent or -1), parents first; `positions`: [T] position ids."""
         self.positions = positions
         self.groups = _make_groups(segments, positions.device)
-        # Where each row of the pack stands among the groups' padded outputs laid end to end.
-        rows = torch.cat([group.queries.flatten() for group in self.groups])
+        # What one gather a layer takes from the pack: the groups' rows, laid end to end with their padding.
+        self.queries = torch.cat([group.queries.flatten() for group in self.groups])
+        self.keys = torch.cat([group.keys.flatten() for group in self.groups])
+        self.query_sizes = [group.queries.numel() for group in self.groups]
+        self.key_sizes = [group.keys.numel() for group in self.groups]
+        natural = torch.arange(len(positions), device=positions.device)
+        self.plain = torch.equal(self.queries, natural) and torch.equal(self.keys, natural)  # then there is nothing to gather
+        # Where each row of the pack stands among those of the groups.
         real = torch.cat([group.query_mask.flatten() for group in self.groups])
-        self.order = torch.empty(int(real.sum()), dtype=torch.int64, device=rows.device)
-        self.order[rows[real]] = real.nonzero()[:, 0]
+        self.order = torch.empty(int(real.sum()), dtype=torch.int64, device=real.device)
+        self.order[self.queries[real]] = real.nonzero()[:, 0]
         self.longest = int(positions.max()) + 1 if len(positions) else 0
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
 
@@ -105,8 +111,8 @@ def _make_groups(segments: Sequence[tuple[int, int, int]], device: torch.device)
         queries, query_mask = _pad(query_rows)
         keys, key_mask = _pad(key_rows)
         only = members[0]
-        span = segments[only][:2] if len(members) == 1 and not ancestors[only] else None
-        groups.append(Group(queries.to(device), keys.to(device), query_mask.to(device), key_mask.to(device), span))
+        causal = len(members) == 1 and not ancestors[only]
+        groups.append(Group(queries.to(device), keys.to(device), query_mask.to(device), key_mask.to(device), causal))
     return groups
 
 
@@ -141,23 +147,44 @@ def segment_attention(
     if kwargs.get("position_bias") is not None or kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention with a position bias or with sinks")  # the self-test sees it and falls back
     repeat = query.shape[1] // key.shape[1]
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
-    windowed = sliding_window is not None and sliding_window < accord_layout.longest
-    masked = windowed or softcap is not None or any(group.span is None for group in accord_layout.groups)
-    masks = accord_layout.masks(sliding_window, query.dtype) if masked else []
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        # The CPU kernel's backward is three times slower in bfloat16 than in float32, and its forward no faster.
+        query, key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+        with torch.autocast("cpu", enabled=False):
+            out = _attend(query, key, value, accord_layout, repeat, dropout, scaling, sliding_window, softcap)
+        return out.to(dtype), None
+    return _attend(query, key, value, accord_layout, repeat, dropout, scaling, sliding_window, softcap), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SegmentLayout,
+    repeat: int,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """The groups' attention, one call each: [1, T, heads, d]."""
+    windowed = window is not None and window < layout.longest
+    masked = windowed or softcap is not None or not all(group.causal for group in layout.groups)
+    masks = layout.masks(window, query.dtype) if masked else []
     # The CPU kernel shares keys between heads by itself; CUDA's fused ones do so only without a mask.
     shared_keys = repeat > 1 and softcap is None and query.device.type == "cpu"
+    queries = _gathered(query, layout.queries, layout.query_sizes, layout.plain)
+    keys = _gathered(key, layout.keys, layout.key_sizes, layout.plain)
+    values = _gathered(value, layout.keys, layout.key_sizes, layout.plain)
     outputs = []
-    for i, group in enumerate(accord_layout.groups):
-        if group.span is not None:
-            q, k, v = (x[group.span[0] : group.span[1]][None].transpose(1, 2) for x in (query, key, value))
-            causal = not windowed and softcap is None
-        else:
-            q = _rows(query, group.queries)
-            k, v = _rows(key, group.keys), _rows(value, group.keys)
-            causal = False
+    for i, group in enumerate(layout.groups):
+        q = queries[i].view(*group.queries.shape, *queries[i].shape[1:]).transpose(1, 2)  # [G, heads, L, d]
+        k = keys[i].view(*group.keys.shape, *keys[i].shape[1:]).transpose(1, 2)
+        v = values[i].view(*group.keys.shape, *values[i].shape[1:]).transpose(1, 2)
         if not shared_keys:
             k, v = repeat_kv(k, repeat), repeat_kv(v, repeat)
+        causal = group.causal and not windowed and softcap is None
         mask = None if causal else masks[i]
         if softcap is None:
             out = F.scaled_dot_product_attention(
@@ -166,12 +193,14 @@ def segment_attention(
         else:
             out = _softcap_attention(q, k, v, mask, scaling, softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [rows with padding, heads, d]
-    return torch.cat(outputs).index_select(0, accord_layout.order)[None], None
+    joined = torch.cat(outputs)
+    return (joined if layout.plain else joined.index_select(0, layout.order))[None]
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """[T, heads, d] → [G, heads, L, d]: the rows of each member of a group."""
-    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
+def _gathered(x: Tensor, rows: Tensor, sizes: list[int], plain: bool) -> tuple[Tensor, ...]:
+    """[1, heads, T, d] → of each group its rows [G·L, heads, d]. One gather and one split: their backward is one pass each."""
+    x = x[0].transpose(0, 1)
+    return (x.contiguous() if plain else x.index_select(0, rows)).split(sizes)
 
 
 def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
