@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def test_a_ranking_serves_rankings_pairs_demonstrations_and_prompts() -> None:
 
 def test_a_pair_serves_rankings_and_labelled_answers() -> None:
     pair = Preference(Q, "a", "b", 2.0)
-    assert serve(pair, "ranking") == (Ranking(Q, ("a", "b"), (0.0, 1.0)),)
+    assert serve(replace(pair, margin=None), "ranking") == (Ranking(Q, ("a", "b"), (0.0, 1.0)),)
+    with pytest.raises(RowError, match="has a margin, which a ranking does not read"):
+        serve(pair, "ranking")
     assert serve(pair, "labelled") == (pair,)
     assert labels_for(pair, "labelled") == (1.0, 0.0) and labels_for(pair, "preference") == (2.0,)
 

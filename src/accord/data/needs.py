@@ -60,6 +60,10 @@ def serve(record: Record, need: Need, row: Mapping[str, Any] | None = None) -> t
         ranking = _ordered(record)
         return (ranking,) if need == "ranking" else ranking.pairs()
     if isinstance(record, Preference) and need in ("preference", "labelled", "ranking"):
+        if need == "ranking" and record.margin is not None:
+            raise RowError(
+                "has a margin, which a ranking does not read: use reward.loss_type=pairwise, or remove the column margin"
+            )
         return (_ordered(record.ranking()) if need == "ranking" else record,)
     if (need == "labelled" and isinstance(record, Labelled)) or (need == "scored" and isinstance(record, Scored)):
         return (record,)
