@@ -77,6 +77,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, entropy, mean, dtype):
+        ctx.set_materialize_grads(False)  # what is only looked at costs no backward pass
         n, vocabulary = len(hidden), len(weight)
         blocks = _blocks(n, vocabulary, hidden.device)
         h = hidden.to(dtype)
@@ -108,7 +109,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, grad_mean):
         hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
-        temperature, entropy, mean, dtype = ctx.options
+        temperature, _, _, dtype = ctx.options
+        entropy, mean = grad_entropy is not None, grad_mean is not None
+        if grad_logprobs is None:
+            grad_logprobs = hidden.new_zeros(len(hidden), dtype=torch.float32)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         n, vocabulary = len(hidden), len(weight)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None

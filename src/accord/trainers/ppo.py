@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ from accord.trainers.ppo_best import BestUpdater
 from accord.trainers.ppo_experience import (
     Averages,
     Experience,
+    Forward,
+    MiniBatch,
     Rollouts,
     estimate_advantages,
     importance_weights,
@@ -120,7 +123,7 @@ class PPOTrainer:
         """One PPO iteration: sample, score, estimate advantages, improve actor and critic (ALGORITHMS §4)."""
         self.experiences = step - 1
         prompts = [self.examples.train[i] for i in self.order.batch(step)]
-        return self._improve(self.make_experience(prompts))
+        return self._improve(self.make_experience(prompts, once=True))
 
     def learn(
         self, queries: Sequence[Asked | Tensor], responses: Sequence[Sequence[int] | Tensor], scores: Sequence[float]
@@ -135,7 +138,7 @@ class PPOTrainer:
         if len(scores) != len(rollouts) or not all(map(math.isfinite, scores)):
             raise DataError(f"{len(rollouts)} responses need as many finite scores, got {list(scores)}.")
         self.experiences += 1
-        return self._improve(self.weigh(rollouts, ScoreBoard([float(score) for score in scores])))
+        return self._improve(self.weigh(rollouts, ScoreBoard([float(score) for score in scores]), once=True))
 
     def _improve(self, experience: Experience) -> dict[str, float]:
         stats = self.update(experience)
@@ -143,10 +146,11 @@ class PPOTrainer:
         metrics["throughput/tokens_per_s"] = metrics["train/tokens"] / metrics["time/step"]
         return metrics
 
-    def make_experience(self, prompts: Sequence[Asked]) -> Experience:
+    def make_experience(self, prompts: Sequence[Asked], once: bool = False) -> Experience:
         """Answer the prompts, score the answers, and work out what each token was worth.
 
-        A prompt is what the user says, a row in any format of data.train, a record, or one of `self.examples.train`.
+        A prompt is what the user says, a row in any format of data.train, a record, or one of `self.examples.train`. `once` promises
+        that the very next thing is `update`, and that once: see `_read_whole`.
         """
         self.experiences += 1
         times = self.engine.times
@@ -155,16 +159,18 @@ class PPOTrainer:
         rollouts = self.answers.sample(prompts, samples, self.experiences, at_once=rounds)
         with times("score"):
             board = combine(self.sources, rollouts.samples)
-        return self.weigh(rollouts, board)
+        return self.weigh(rollouts, board, once)
 
-    def weigh(self, rollouts: Rollouts, board: ScoreBoard) -> Experience:
+    def weigh(self, rollouts: Rollouts, board: ScoreBoard, once: bool = False) -> Experience:
         """Scored answers with what PPO learns from: log-probabilities, values, rewards, advantages."""
         settings = self.settings
         penalised = settings.objective == "clip"  # elsewhere KL is only measured
         in_reward, full = penalised and settings.kl.place == "reward", settings.kl.estimator == "full"
         with self.engine.times("logprob"):
-            old, ref, entropy, kl = self._read_policy(rollouts, exact_kl=full and in_reward)
-            values = self._read_critic(rollouts)
+            whole = self._read_whole(rollouts) if once else None
+            forward = None if whole is None else whole.forward
+            old, ref, entropy, kl = self._read_policy(rollouts, full and in_reward, forward)
+            values = self._read_critic(rollouts, forward)
         if in_reward and not full:
             kl = kl_estimate(old, ref, settings.kl.estimator)
 
@@ -194,7 +200,7 @@ class PPOTrainer:
             metrics["ppo/reward_fallbacks"] = float(board.failures)
         self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
         return Experience(
-            self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], importance, metrics
+            self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], importance, metrics, whole
         )  # fmt: skip
 
     def update(self, experience: Experience) -> dict[str, float]:
@@ -204,7 +210,7 @@ class PPOTrainer:
         """
         if self.best is not None:
             return self.best.update(experience)
-        settings, learns, updater = self.settings, self.acting(experience), self.updater
+        settings, learns, updater = self.settings, self.acting(experience.number), self.updater
         averages, began = Averages(), time.perf_counter()
         counts = {"ppo/skipped_minibatches": 0.0, "ppo/stopped_early": 0.0, "ppo/updates": 0.0, "train/tokens": 0.0}
         coef = self.kl_controller.coef
@@ -212,7 +218,8 @@ class PPOTrainer:
         for epoch in range(settings.ppo_epochs):
             for responses in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
                 number += 1
-                batch = experience.rollouts.minibatch(responses, self.config.train.max_tokens)
+                batch = experience.whole or experience.rollouts.minibatch(responses, self.config.train.max_tokens)
+                experience.whole = None  # its graphs serve one backward pass
                 items = batch.tokens if settings.aggregation == "token" else batch.responses
                 losses, stats = updater.policy_gradient(experience, batch, coef, learns)
                 averages.add(losses, items)
@@ -248,15 +255,35 @@ class PPOTrainer:
             "throughput/train_tflops": 6 * trained * counts["train/tokens"] / max(seconds, 1e-9) / 1e12,
         }  # fmt: skip
 
-    def acting(self, experience: Experience) -> bool:
+    def acting(self, number: int) -> bool:
         """False in the first `critic.warmup_steps` experiences, in which only the critic learns."""
-        return experience.number > self.config.critic.warmup_steps
+        return number > self.config.critic.warmup_steps
 
     # -- experience --------------------------------------------------------------------------------------------------
 
-    def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False) -> Tensor:
+    def _read_whole(self, rollouts: Rollouts) -> MiniBatch | None:
+        """All responses, read with gradient by actor and critic: where an experience is one optimizer step, the forward that says what
+        the sampling policy thought is the forward of the update too, and the ratio is exactly 1.
+
+        None where there are more steps, where the policy does not learn yet, or where the responses are more than one pack: the graphs
+        must stay until the advantages are known, and those of one pack are what `train.max_tokens` allows.
+        """
+        settings = self.settings
+        steps = settings.ppo_epochs * settings.mini_batches
+        if steps > 1 or settings.objective != "clip" or not self.acting(self.experiences):
+            return None
+        batch = rollouts.minibatch(range(len(rollouts)), self.config.train.max_tokens)
+        if len(batch.packs) > 1:
+            return None
+        ((pack, _),) = batch.packs
+        policy = self.policy.distribution(pack, self.params.temperature)
+        tokens = policy.at(pack.targets.to(self.policy.device), entropy=True)
+        values = None if self.critic is None else self.critic.values(pack)
+        return replace(batch, forward=Forward(policy, tokens, values))
+
+    def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False, forward: Forward | None = None) -> Tensor:
         """[4, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
-        entropies; and with `exact_kl` the KL over the whole vocabulary (else 0).
+        entropies; and with `exact_kl` the KL over the whole vocabulary (else 0). `forward`: the policy has read them already.
         """
         temperature = self.params.temperature
 
@@ -264,18 +291,23 @@ class PPOTrainer:
             targets = pack.targets.to(self.policy.device)
             reference = self.reference.distribution(pack, temperature)
             with self.policy.evaluating():
-                policy = self.policy.distribution(pack, temperature)
-                now, ref = policy.at(targets, entropy=True), reference.at(targets).logprobs.to(self.policy.device)
+                policy = forward.policy if forward else self.policy.distribution(pack, temperature)
+                now = forward.tokens if forward else policy.at(targets, entropy=True)
+                ref = reference.at(targets).logprobs.to(self.policy.device)
                 assert now.entropy is not None
                 kl = full_kl(policy, reference) if exact_kl else torch.zeros_like(ref)
-            return torch.stack([now.logprobs, ref, now.entropy, kl])
+                return torch.stack([now.logprobs, ref, now.entropy, kl])
 
         return rollouts.read(self.config.train.max_tokens, read)
 
-    def _read_critic(self, rollouts: Rollouts) -> Tensor | None:
-        """[N] values of the states before each token; None without a critic."""
+    def _read_critic(self, rollouts: Rollouts, forward: Forward | None = None) -> Tensor | None:
+        """[N] values of the states before each token; None without a critic. `forward`: the critic has read them already."""
         if self.critic is None:
             return None
+        if forward is not None:
+            values = forward.values
+            assert values is not None
+            return rollouts.read(self.config.train.max_tokens, lambda pack: values.detach())
         with self.critic.evaluating():
             return rollouts.read(self.config.train.max_tokens, self.critic.values)
 

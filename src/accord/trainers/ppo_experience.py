@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from accord.algorithms.advantages import gae, grpo, returns_to_go, rloo, sum_by_
 from accord.algorithms.losses import mean_by_sequence
 from accord.algorithms.repetition import repeated_ngrams
 from accord.data.packing import Pack, pack_trees
+from accord.models.distribution import Distribution
+from accord.models.logprobs import TokenLogprobs
 from accord.rewards.base import Sample, ScoreBoard
 from accord.rewards.grouping import prompt_trees
 
@@ -111,6 +113,14 @@ class Rollouts:
         }
 
 
+class Forward(NamedTuple):
+    """A pack as actor and critic read it, with the graphs of their gradients."""
+
+    policy: Distribution
+    tokens: TokenLogprobs
+    values: Tensor | None
+
+
 @dataclass(frozen=True)
 class MiniBatch:
     """What one optimizer step of PPO learns from."""
@@ -118,6 +128,7 @@ class MiniBatch:
     packs: list[tuple[Pack, Tensor]]  # each with the rows of N that its targets are
     tokens: int  # response tokens
     responses: int
+    forward: Forward | None = None  # of the only pack, where it has been read already
 
 
 @dataclass
@@ -138,6 +149,7 @@ class Experience:
         None  # [N] min(π_old / π_sampler, is_clip) of the token or its response, with ppo.old_logprobs=sampler
     )
     metrics: dict[str, float] = field(default_factory=dict)
+    whole: MiniBatch | None = None  # all responses, read with gradient: the one update of an experience that is used once
 
     def __len__(self) -> int:
         """Responses."""

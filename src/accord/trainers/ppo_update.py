@@ -67,8 +67,11 @@ class Updater:
                 for x in (weights, shares, experience.old_logprobs[rows], experience.ref_logprobs[rows], experience.advantages[rows], owner[rows])
             )  # fmt: skip
             with torch.set_grad_enabled(learns):
-                now = self.policy.distribution(pack, temperature)
-                out = now.at(pack.targets.to(device), entropy=settings.entropy_coef > 0)
+                if batch.forward is None:
+                    now = self.policy.distribution(pack, temperature)
+                    out = now.at(pack.targets.to(device), entropy=settings.entropy_coef > 0)
+                else:
+                    now, out, _ = batch.forward
                 loss, stats = ppo_policy_loss(
                     out.logprobs, old, advantages, weights, settings.clip, settings.clip_high, settings.dual_clip,
                     sequence if settings.ratio == "sequence" else None, shares,
@@ -85,7 +88,8 @@ class Updater:
                 if settings.old_kl_coef > 0:
                     parts["ppo/old_kl_loss"] = (weights * kl_estimate(out.logprobs, old, "k3")).sum()
                     objective = objective + settings.old_kl_coef * parts["ppo/old_kl_loss"]
-                if out.entropy is not None:
+                if settings.entropy_coef > 0:
+                    assert out.entropy is not None
                     objective = objective - settings.entropy_coef * (weights * out.entropy).sum()
                 if learns:
                     self._backward(self.policy, objective)
@@ -102,7 +106,9 @@ class Updater:
                 x.to(self.critic.device)
                 for x in (*self.weights(batch, rows, experience.rollouts.lengths_by_token), experience.values[rows], experience.returns[rows])
             )  # fmt: skip
-            loss, clipped = ppo_value_loss(self.critic.values(pack), old, returns, weights, self.settings.value_clip, shares)
+            values = self.critic.values(pack) if batch.forward is None else batch.forward.values
+            assert values is not None
+            loss, clipped = ppo_value_loss(values, old, returns, weights, self.settings.value_clip, shares)
             self._backward(self.critic, self.settings.value_coef * loss)
             losses.add({"ppo/value_loss": float(loss.detach())}, 1)
             reported.add({"ppo/value_clip_fraction": float(clipped)}, 1)
