@@ -205,6 +205,17 @@ def test_no_model_at_all_is_refused():
 # --------------------------------------------------------------------------------------------------------------------- score heads
 
 
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_a_bf16_reward_model_keeps_its_rotary_frequencies_and_its_head(lora: Lora | None, tiny_folder: Callable[..., Path]):
+    """As where transformers loads in bfloat16: frequencies of 8 bits would turn far positions wrongly."""
+    loaded = load_scalar(str(tiny_folder()), Model(dtype="bfloat16", lora=lora), seed=3, trainable=lora is not None)
+    module, exact = heads.unwrap(loaded.module), load_scalar(str(tiny_folder()), model(None), seed=3, trainable=False).module
+    assert torch.equal(module.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
+    assert module.model.embed_tokens.weight.dtype == torch.bfloat16
+    head = [tensor for name, tensor in module.state_dict().items() if name.startswith("score.")]
+    assert head and all(torch.equal(tensor, exact.score.weight) for tensor in head)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt", "gpt_neox", "gemma3_text", "bloom"])
 def test_a_fresh_head_is_seeded_and_reads_the_causal_models_hidden_states(family: str, tiny_folder: Callable[..., Path]):
     folder = tiny_folder(family)

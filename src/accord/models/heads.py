@@ -55,12 +55,23 @@ def init_score_head(module: nn.Module, seed: int) -> None:
     """A fresh head: w ~ N(0, 1/(H+1)), no bias (Stiennon et al. 2020, appendix). The same seed gives the same head."""
     head = score_head(module)
     weight: Tensor = head.weight  # type: ignore[assignment]
-    generator = torch.Generator().manual_seed(seed)
-    fresh = torch.randn(weight.shape, generator=generator, dtype=torch.float32) / math.sqrt(weight.shape[-1] + 1)
     with torch.no_grad():
-        weight.copy_(fresh)
+        weight.copy_(_drawn(weight.shape[-1], seed))
         if getattr(head, "bias", None) is not None:
             head.bias.zero_()  # type: ignore[union-attr,operator]
+
+
+def new_score_head(width: int, seed: int, device: torch.device) -> nn.Linear:
+    """A head of its own, beside a model that has none: float32, drawn as `init_score_head` does."""
+    head = nn.Linear(width, 1, bias=False, device=device)
+    with torch.no_grad():
+        head.weight.copy_(_drawn(width, seed))
+    return head
+
+
+def _drawn(width: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, width), generator=generator, dtype=torch.float32) / math.sqrt(width + 1)
 
 
 def _cast_input(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -68,12 +79,15 @@ def _cast_input(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def keep_head_in_float32(module: nn.Module, rest: torch.dtype) -> None:
-    """Bring a float32 scalar model to dtype `rest`, its score head excepted; the head casts what it is given, so the model's own forward works."""
+    """Bring a float32 scalar model to dtype `rest`, its score head excepted; the head casts what it is given, so the model's own forward works.
+
+    Buffers keep their type, as where `transformers` loads in `rest`: rotary frequencies rounded to bfloat16 would turn far positions wrongly.
+    """
     head = score_head(module)
-    weights = {name: tensor.float().clone() for name, tensor in head.state_dict().items()}
-    module.to(rest)
-    head.float()
-    head.load_state_dict(weights)  # not the rounded ones
+    kept = {id(parameter) for parameter in head.parameters()}
+    for parameter in module.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(rest)
     head.register_forward_pre_hook(_cast_input)
 
 
