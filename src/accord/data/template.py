@@ -118,6 +118,25 @@ class ConversationEncoder:
         ids, _, _ = self._tokenise(rendered, len(rendered.text) if ended else rendered.turns[-1].content_end)
         return [int(token) for token in ids]
 
+    def encode_answer(self, prompt: Sequence[Message], response: str) -> tuple[list[int], list[int], np.ndarray]:
+        """(prompt tokens, response tokens, [M] how many characters of `response` have been read once each of the M tokens has been).
+
+        The response's tokens are those of `encode_responses`, with what ends the turn; that has "read" |response| + 1 characters, so
+        that every state inside the response, and the one at its end, comes before some token. What a template trims from the
+        beginning counts as read with the first character that is left.
+        """
+        rendered, ids, _, ends = self._whole((*prompt, Message("assistant", response)))
+        turn = rendered.turns[-1]
+        after = ends > turn.start
+        after[-1] = True  # an appended EOS
+        border = max(int(np.argmax(after)), 1)
+        content = rendered.text[turn.content_start : turn.content_end]
+        trimmed = max(response.rfind(content), 0)
+        read = np.where(ends > turn.content_start, trimmed + ends - turn.content_start, 0)
+        read[ends > turn.content_end] = len(response) + 1
+        read[-1] = len(response) + 1
+        return ids[:border].tolist(), ids[border:].tolist(), read[border:]
+
     def encode_text(self, text: str) -> Tree:
         """A document for continued pre-training: BOS if the tokenizer writes one, the text, EOS; all trained but the first token."""
         ids = self._encode_plain(text)[0]
