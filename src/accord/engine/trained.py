@@ -54,7 +54,17 @@ class TrainedModel(PackedModel):
     float32 (master weights); `train.precision` bf16 computes in bfloat16 under autocast.
     """
 
-    def __init__(self, loaded: LoadedModel, train: Train, *, total_steps: int, lr: float | None = None, ema: bool = True) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        train: Train,
+        *,
+        total_steps: int,
+        lr: float | None = None,
+        ema: bool = True,
+        parameters: dict[str, torch.nn.Parameter]
+        | None = None,  # what is trained; None: all of the module that requires gradient
+    ) -> None:
         super().__init__(loaded.module, precision=train.precision)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
@@ -64,7 +74,9 @@ class TrainedModel(PackedModel):
         if peak is None:
             raise ValueError("no learning rate: pass lr or a configuration made by config.for_stage()")
         self.peak_lr = float(peak)
-        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if parameters is None:
+            parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.parameters = parameters
         if not self.parameters:
             raise ValueError("no parameter of the model is trained")
         self.module.train()

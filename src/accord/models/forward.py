@@ -40,9 +40,13 @@ class PackedModel:
         """Hidden states of the last layer, as ([rows, d], rows of `pack.predict`, rows of `pack.ends`)."""
         pack = pack.to(self.device)
         with self._autocast():
-            if self.packed:
-                return _packed_hidden(self.inner, pack, embedding_noise), pack.predict, pack.ends
-            hidden = _padded_hidden(self.inner, pack)
+            hidden = _packed_hidden(self.inner, pack, embedding_noise) if self.packed else _padded_hidden(self.inner, pack)
+        return self._rows(hidden, pack)
+
+    def _rows(self, hidden: Tensor, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
+        """What the backbone gave for `pack` ([1, T, d], or [S, L, d] where it was padded) as rows, and which rows are read."""
+        if self.packed:
+            return hidden[0], pack.predict, pack.ends
         width = hidden.shape[1]
         predict = pack.sequence * width + pack.position_ids[pack.predict]
         ends = torch.arange(pack.num_sequences, device=self.device) * width + pack.position_ids[pack.ends]
@@ -182,8 +186,9 @@ def _lengths(pack: Pack) -> list[int]:
 
 
 def _packed_hidden(module: nn.Module, pack: Pack, embedding_noise: float | None = None) -> Tensor:
+    """[1, T, d]"""
     with packed_forward():
-        return heads.backbone(module)(**_packed_inputs(module, pack, embedding_noise)).last_hidden_state[0]
+        return heads.backbone(module)(**_packed_inputs(module, pack, embedding_noise)).last_hidden_state
 
 
 def _padded_batch(pack: Pack) -> tuple[Tensor, Tensor]:
@@ -256,7 +261,7 @@ def enable_segments(module: nn.Module) -> bool:
         reason = "its attention cannot be replaced"
         try:
             module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-            hidden = _packed_hidden(module, pack)
+            hidden = _packed_hidden(module, pack)[0]
             if len(hidden) == len(pack):
                 difference = _largest_difference(pack, hidden, expected)
                 if difference < (1e-3 if hidden.dtype == torch.float32 else 0.1):

@@ -31,9 +31,8 @@ def add_lora(module: nn.Module, lora: Lora, *, seed: int, scalar: bool = False) 
     A scalar model's score head is trained whole, beside the adapter. A new adapter starts as the identity (B = 0); its A comes from `seed`.
     Raises ConfigError when `target_modules` fits nothing or `lora.path` holds no adapter of this model.
     """
-    from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+    from peft import PeftModel, get_peft_model
 
-    task = TaskType.SEQ_CLS if scalar else TaskType.CAUSAL_LM
     base: Any = module
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter(
@@ -49,25 +48,12 @@ def add_lora(module: nn.Module, lora: Lora, *, seed: int, scalar: bool = False) 
             except (ValueError, RuntimeError, OSError) as error:
                 raise ConfigError(f"model.lora.path: the adapter in {lora.path} does not fit this model: {error}") from error
         else:
-            targets = lora.target_modules
-            if (
-                isinstance(targets, str) and targets.isidentifier()
-            ):  # a single name; peft takes a bare string as a pattern of whole paths
-                targets = (targets,)
-            options = LoraConfig(
-                r=lora.rank,
-                lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float is as good
-                lora_dropout=lora.dropout,
-                target_modules=targets if isinstance(targets, str) else list(targets),
-                modules_to_save=["score"] if scalar else None,
-                task_type=task,
-            )
             try:
-                wrapped = get_peft_model(base, options, adapter_name=TRAINED)
+                wrapped = get_peft_model(base, adapter_options(lora, scalar=scalar), adapter_name=TRAINED)
             except (ValueError, re.error) as error:
                 linear = sorted({name.rsplit(".", 1)[-1] for name, part in module.named_modules() if isinstance(part, nn.Linear)})
                 raise ConfigError(
-                    f"model.lora.target_modules: {targets!r} does not fit this model ({error}). "
+                    f"model.lora.target_modules: {lora.target_modules!r} does not fit this model ({error}). "
                     f"Its linear layers are {', '.join(linear)}; all-linear takes them all."
                 ) from error
     for name, parameter in wrapped.named_parameters():
@@ -78,33 +64,57 @@ def add_lora(module: nn.Module, lora: Lora, *, seed: int, scalar: bool = False) 
     return wrapped
 
 
+def adapter_options(lora: Lora, *, scalar: bool = False) -> Any:
+    """peft's description of a new adapter; a scalar model's score head goes with it."""
+    from peft import LoraConfig, TaskType
+
+    targets = lora.target_modules
+    if isinstance(targets, str) and targets.isidentifier():  # a single name; peft takes a bare string as a pattern of whole paths
+        targets = (targets,)
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float is as good
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        modules_to_save=["score"] if scalar else None,
+        task_type=TaskType.SEQ_CLS if scalar else TaskType.CAUSAL_LM,
+    )
+
+
 def has_adapter(module: nn.Module) -> bool:
     """True when `module` carries a LoRA adapter."""
     return hasattr(module, "peft_config")
 
 
 @contextmanager
-def as_reference(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside, the model computes as it did when training started: without adapter, or with the adapter it was continued from.
+def active_adapter(module: nn.Module, name: str | None) -> Iterator[None]:
+    """Inside, the model computes with adapter `name`, or with none; afterwards as before.
 
-    Only switches are flipped; no weight and no `requires_grad` changes, so it may stand between a forward and its backward.
+    Only switches are flipped; no weight and no `requires_grad` changes, so it may stand between a forward and its backward. With
+    gradient checkpointing a backward computes the forward again: it must then run under the adapter of its forward.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    if not has_adapter(module):
-        raise ValueError("as_reference needs a model with a LoRA adapter")
-    continued = REFERENCE in module.peft_config  # type: ignore[operator]
     parts: list[Any] = [part for part in module.modules() if isinstance(part, BaseTunerLayer | ModulesToSaveWrapper)]
     before = [(part._active_adapter, part._disable_adapters) for part in parts]
     try:
         for part in parts:
-            part._active_adapter = [REFERENCE] if continued else part._active_adapter
-            part._disable_adapters = not continued
-        yield module
+            part._active_adapter = part._active_adapter if name is None else [name]
+            part._disable_adapters = name is None
+        yield
     finally:
         for part, (active, disabled) in zip(parts, before, strict=True):
             part._active_adapter, part._disable_adapters = active, disabled
+
+
+@contextmanager
+def as_reference(module: nn.Module) -> Iterator[nn.Module]:
+    """Inside, the model computes as it did when training started: without adapter, or with the adapter it was continued from."""
+    if not has_adapter(module):
+        raise ValueError("as_reference needs a model with a LoRA adapter")
+    with active_adapter(module, REFERENCE if REFERENCE in module.peft_config else None):  # type: ignore[operator]
+        yield module
 
 
 def merged_state(module: nn.Module) -> dict[str, Tensor]:
