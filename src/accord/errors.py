@@ -32,6 +32,10 @@ class OutOfMemoryError(AccordError):
     """What was asked for does not fit the device; the message says what would."""
 
 
+class StoppedByAlarm(AccordError):
+    """`ppo.on_alarm: stop`: the step was finished and a checkpoint written."""
+
+
 class Interrupted(AccordError):
     """SIGINT or SIGTERM: the step was finished and a checkpoint written (exit code 130)."""
 

@@ -151,6 +151,8 @@ def _check_functions(config: Config, stages: list[str]) -> None:
         FunctionReward(config.pipeline.judge, key="pipeline.judge")
     if "ppo" in stages:
         check_sources(config.for_stage("ppo"))
+        if (judge := config.for_stage("ppo").ppo.judge) is not None:
+            FunctionReward(judge, key="ppo.judge")
 
 
 def _earlier(folder: Path, stages: list[str]) -> dict[str, dict[str, Any]]:

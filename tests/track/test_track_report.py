@@ -115,6 +115,59 @@ def test_a_ppo_run_shows_its_curves_kl_against_reward_time_and_samples(tmp_path,
         assert expected in text, expected
 
 
+def test_alarms_are_marked_and_the_score_stands_beside_the_judge(tmp_path):
+    rows = [
+        row | ({"ppo/judge": 0.6 - row["step"] / 100, "ppo/judge_error": 0.02} if row["split"] == "eval" else {})
+        for row in ppo_rows()
+    ]
+    folder = make_run(tmp_path / "p", "ppo", rows, summary={})
+    plain = write_report(folder).read_text()
+    text = " ".join(Page(plain).text)
+    assert "against the held-out judge" in text and "Alarms" not in text and "judge error" not in text
+    alarms = [
+        {"stage": "ppo", "step": 12, "alarm": "kl", "text": "kl: too far <away>", "action": "lower_lr", "lr_factor": 0.5},
+        {"stage": "ppo", "step": 20, "alarm": "explained_variance", "text": "only a note"},
+        *({"stage": "ppo", "step": 21 + i % 9, "alarm": "judge", "text": f"fooled {i}", "action": "stop"} for i in range(12)),
+    ]
+    (folder / "alarms.jsonl").write_text("".join(json.dumps(alarm) + "\n" for alarm in alarms) + '{"torn')
+    marked = write_report(folder).read_text()
+    text = " ".join(Page(marked).text)
+    for expected in (
+        "step 12",
+        "kl: too far <away>",
+        "(learning rates lowered to 0.5 of the schedule's)",
+        "only a note",
+        "fooled 9",
+        "(the run was stopped)",
+        "2 more in alarms.jsonl",
+        "Crosses are alarms",
+    ):
+        assert expected in text, expected
+    assert "fooled 10" not in text
+    assert marked.count("#c92a2a") > plain.count("#c92a2a") + 3  # lines on the curves of KL and judge, crosses on the frontier
+
+
+def test_the_curves_of_ppo_come_in_the_order_in_which_they_are_read(tmp_path):
+    names = (
+        "ppo/explained_variance",
+        "ppo/entropy",
+        "ppo/repetition",
+        "ppo/eos_rate",
+        "ppo/response_length",
+        "ppo/kl",
+        "ppo/judge",
+        "ppo/score/a",
+        "ppo/score/b",
+        "ppo/score",
+    )
+    rows = [{"split": "train", "step": step, "ppo/clip_fraction": 0.1} | dict.fromkeys(names, float(step)) for step in (1, 2)]
+    curves = read_series(make_run(tmp_path / "p", "ppo", rows) / "metrics.jsonl")
+    assert [metrics for _, metrics in charts_of("ppo", curves)] == [
+        ("ppo/score", "ppo/score/a", "ppo/score/b"), ("ppo/judge",), ("ppo/kl",), ("ppo/response_length",), ("ppo/eos_rate",),
+        ("ppo/repetition",), ("ppo/entropy",), ("ppo/explained_variance",), ("ppo/clip_fraction",),
+    ]  # fmt: skip
+
+
 def test_the_page_is_self_contained_and_its_ids_are_unique(tmp_path):
     found = page(make_run(tmp_path / "p", "ppo", ppo_rows(), summary={}))
     assert found.loads == []
@@ -257,6 +310,9 @@ def test_samples_of_the_same_prompts_stand_side_by_side_and_others_in_two_lists(
     assert [(pair["prompt"], pair["before"]["response"], pair["after"]["response"]) for pair in view["pairs"]] == [
         (p, f"{p}1", f"{p}9") for p in "abc"
     ]
+    assert view["before"] == view["after"] == []
+    few = samples_view([{"step": s, "prompt": p, "response": f"{p}{s}"} for s, p in ((1, "a"), (1, "b"), (9, "a"), (9, "c"))])
+    assert [pair["prompt"] for pair in few["pairs"]] == ["a"] and [s["prompt"] for s in few["before"]] == ["a", "b"]
     other = samples_view([{"step": s, "prompt": f"p{s}{i}", "response": "r"} for s in (1, 9) for i in range(3)])
     assert other["pairs"] == [] and len(other["before"]) == len(other["after"]) == 3
     assert samples_view([]) is None

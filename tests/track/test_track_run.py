@@ -92,6 +92,29 @@ def test_what_changes_no_number_of_the_stage_may_differ(tmp_path, change):
     assert open_run(settings(tmp_path, **change), "dpo", tmp_path).state == "resumable"
 
 
+def test_what_an_alarm_does_may_be_changed_on_the_way_and_its_judge_may_not(tmp_path):
+    def ppo(**changes):
+        return open_run(
+            settings(tmp_path) | {"ppo": {"on_alarm": "stop", "judge": None, "alarms": {"kl": 30.0}} | changes}, "ppo", tmp_path
+        )
+
+    with ppo() as run:
+        run.begin()
+    assert ppo(on_alarm="warn", alarms={"kl": 50.0}).state == "resumable"
+    with pytest.raises(ConfigError, match=r"ppo\.judge is null there"):
+        ppo(judge="my:judge")
+
+
+@pytest.mark.parametrize("before", [{}, {"ppo": {"ppo": {"on_alarm": "stop"}}}, {"ppo": {"train": {"lr": 1.0}}}])
+def test_a_pipeline_goes_on_when_one_stages_alarms_are_changed(tmp_path, before):
+    with open_run(settings(tmp_path) | {"stages": before}, "pipeline", tmp_path) as run:
+        run.begin()
+    after = {"ppo": {**before.get("ppo", {}), "ppo": {"on_alarm": "warn", "alarms": {"kl": 50.0}}}}
+    assert open_run(settings(tmp_path) | {"stages": after}, "pipeline", tmp_path).state == "resumable"
+    with pytest.raises(ConfigError, match=r"stages\.ppo\.ppo\.clip"):
+        open_run(settings(tmp_path) | {"stages": {"ppo": {"ppo": {"clip": 0.1}}}}, "pipeline", tmp_path)
+
+
 def test_list_items_and_absent_keys_are_named_by_number_and_as_absent(tmp_path):
     old = {"train": {"betas": [0.9, 0.95]}, "data": {"gone": 1}}
     new = {"train": {"betas": [0.9, 0.99]}, "data": {}}

@@ -77,6 +77,20 @@ def test_what_is_no_metric_is_refused_and_not_written(run, metrics):
     assert read_lines(run.metrics_path) == []
 
 
+def test_alarms_are_lines_of_their_own_and_are_cut_back_with_the_rest(run):
+    with make_tracker(run) as tracker:
+        for step in (2, 5):
+            tracker.log_alarm(step, {"alarm": "kl", "value": 40.0})
+        tracker.sync()
+    assert read_lines(run.alarms_path)[0] == {"stage": "sft", "step": 2, "alarm": "kl", "value": 40.0}
+    with make_tracker(run, start_step=4) as tracker:
+        assert [row["step"] for row in read_lines(run.alarms_path)] == [2]
+        tracker.log_alarm(5, {"alarm": "kl"})
+    assert [row["step"] for row in read_lines(run.alarms_path)] == [2, 5]
+    with make_tracker(run):  # from the beginning
+        assert not run.alarms_path.exists()
+
+
 def test_resuming_cuts_back_to_the_checkpoint_and_never_doubles(run):
     with make_tracker(run) as tracker:
         tracker.log({"sft/loss": 9.0}, split="eval", step=0, epoch=0.0)

@@ -25,6 +25,11 @@ def fails(response: str) -> float:
     raise ValueError("no")
 
 
+def brevity(response: str) -> float:
+    """What a reader may want while `length` is paid for."""
+    return -float(len(response))
+
+
 async def later(response: str) -> float:
     await asyncio.sleep(0)
     return float(len(response) % 3)

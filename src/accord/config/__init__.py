@@ -1,5 +1,6 @@
 """The configuration: typed sections, loading and merging, messages. Free of torch, so that the command line answers at once."""
 
+from accord.config.alarm_sections import Alarms
 from accord.config.fields import Section
 from accord.config.loading import load_config, preset_names
 from accord.config.ppo_sections import KL, PPO
@@ -43,7 +44,7 @@ from accord.config.sections import (
 from accord.errors import ConfigError
 
 __all__ = [
-    "DPO", "KL", "PPO", "SFT", "STAGES", "Checkpoint", "ClassifierReward", "Config", "ConfigError", "Critic", "Data", "Engine",
+    "DPO", "KL", "PPO", "SFT", "STAGES", "Alarms", "Checkpoint", "ClassifierReward", "Config", "ConfigError", "Critic", "Data", "Engine",
     "Eval", "Export", "FormatReward", "FromScratch", "FunctionReward", "Generate", "HumanReward", "JudgeReward", "LengthReward",
     "Lora", "Model", "ModelReward", "Pipeline", "Reference", "RemoteReward", "RepetitionReward", "Reward", "RewardModel",
     "RewardSource", "Run", "Section", "Source", "StageName", "Track", "Train", "build", "dump_yaml", "load_config", "preset_names",

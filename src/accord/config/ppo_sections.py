@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from accord.config.fields import Count, NonNegative, Positive, Section, Share
+from accord.config.alarm_sections import Alarms
+from accord.config.fields import Count, FunctionPath, NonNegative, Positive, Section, Share
 from accord.config.reward_sections import ModelReward, RewardSource
 from accord.config.sections import Sources
 
@@ -106,6 +107,15 @@ class PPO(Section):
     )
     rewards: Annotated[tuple[RewardSource, ...], Strict(False), Field(min_length=1)] = Field(
         default=(ModelReward(),), description="Where scores come from; they are added by weight."
+    )
+    judge: FunctionPath | None = Field(
+        default=None,
+        description="module:function that scores the answers to held-out prompts at evaluation (ppo/judge). Nothing is trained on it.",
+    )
+    alarms: Alarms = Field(default=Alarms(), description="When an alarm sounds.")
+    on_alarm: Literal["warn", "stop", "lower_lr"] = Field(
+        default="warn",
+        description="An alarm is told; stop: it also ends the run after a checkpoint. lower_lr: it also halves the learning rates.",
     )
 
     @property

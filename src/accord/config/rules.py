@@ -272,6 +272,42 @@ def a_judge_needs_prompts(config: Config) -> Iterator[Refusal]:
 
 
 @rule
+def an_alarm_is_above_what_the_kl_controller_steers_to(config: Config) -> Iterator[Refusal]:
+    kl, alarms = config.ppo.kl, config.ppo.alarms
+    if kl.controller == "adaptive" and alarms.kl is not None and alarms.kl <= kl.target:
+        yield Refusal(
+            ("ppo", "alarms", "kl"),
+            f"{alarms.kl:g} is not above ppo.kl.target {kl.target:g}, which the controller steers to. Raise it to {2 * kl.target:g}, "
+            "or set it to null.",
+        )
+
+
+@rule
+def a_judge_that_chooses_the_best_model_is_named(config: Config) -> Iterator[Refusal]:
+    if config.eval.best_metric == "ppo/judge" and config.ppo.judge is None:
+        yield Refusal(("eval", "best_metric"), "ppo/judge is not measured without a judge. Set ppo.judge, or choose ppo/score.")
+
+
+@rule
+def an_alarm_setting_has_its_alarm(config: Config) -> Iterator[Refusal]:
+    ppo, alarms = config.ppo, config.ppo.alarms
+
+    def is_default(key: str) -> bool:
+        return getattr(alarms, key) == type(alarms).model_fields[key].default
+
+    if ppo.judge is None and alarms.judge is not None and not is_default("judge"):
+        yield Refusal(("ppo", "alarms", "judge"), "does nothing without a judge. Set ppo.judge, or leave it out.")
+    if ppo.on_alarm != "lower_lr" and not is_default("lr_floor"):
+        yield Refusal(
+            ("ppo", "alarms", "lr_floor"),
+            f"does nothing with ppo.on_alarm={ppo.on_alarm}. Leave it out, or set ppo.on_alarm=lower_lr.",
+        )
+    for key in ("kl_growth_window", "kl_growth_from"):
+        if alarms.kl_growth is None and not is_default(key):
+            yield Refusal(("ppo", "alarms", key), "does nothing with ppo.alarms.kl_growth=null. Leave it out.")
+
+
+@rule
 def a_stage_does_not_move_the_run(config: Config) -> Iterator[Refusal]:
     for stage, sections in config.stages.items():
         for key in ("pipeline", "stages", "extends"):

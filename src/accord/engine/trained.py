@@ -95,6 +95,7 @@ class TrainedModel(PackedModel):
         self.ema = {name: p.detach().float().clone() for name, p in self.parameters.items()} if decay is not None else None
         self.holds_ema = False  # inside with_ema()
         self.schedule_step = 0  # optimizer steps done: skipped ones do not count
+        self.lr_factor = 1.0  # what `lower_lr` has left of the scheduled rate
         self.skipped = 0
         self._skipped_in_a_row = 0
         self._nonfinite = False
@@ -182,7 +183,12 @@ class TrainedModel(PackedModel):
 
     def lr(self, step: int) -> float:
         t = self.train_settings
-        return scheduled_lr(step, self.total_steps, self.peak_lr, t.lr_schedule, t.warmup_ratio, t.min_lr_ratio)
+        scheduled = scheduled_lr(step, self.total_steps, self.peak_lr, t.lr_schedule, t.warmup_ratio, t.min_lr_ratio)
+        return scheduled * self.lr_factor
+
+    def lower_lr(self, factor: float, floor: float) -> None:
+        """Multiply the learning rate of all steps to come by `factor`, but not below `floor` times the schedule's."""
+        self.lr_factor = min(self.lr_factor, max(self.lr_factor * factor, floor))
 
     def discard_gradients(self) -> None:
         """Forget what `backward` has added since the last step."""
@@ -221,7 +227,12 @@ class TrainedModel(PackedModel):
         return files
 
     def state(self) -> dict[str, Any]:
-        return {"schedule_step": self.schedule_step, "skipped": self.skipped, "skipped_in_a_row": self._skipped_in_a_row}
+        return {
+            "schedule_step": self.schedule_step,
+            "lr_factor": self.lr_factor,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
@@ -239,6 +250,7 @@ class TrainedModel(PackedModel):
             for name, value in self.ema.items():
                 value.copy_(tensors["ema"][name])
         self.schedule_step, self.skipped = state["schedule_step"], state["skipped"]
+        self.lr_factor = state.get("lr_factor", 1.0)  # older checkpoints know no other rate than the schedule's
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
     @contextmanager

@@ -9,15 +9,15 @@ from typing import Any
 
 from accord.track.metrics import Curves, Series
 
-TRAIN, EVAL, INK, FAINT = "#2f6fde", "#d9480f", "#3a4250", "#d8dde6"
+TRAIN, EVAL, INK, FAINT, ALARM = "#2f6fde", "#d9480f", "#3a4250", "#d8dde6", "#c92a2a"
 MORE = ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c", "#0b7285", "#a61e4d")
 MAX_POINTS = 400  # a curve of a million steps is drawn as this many means; more cannot be seen
 
 
-def curve_chart(metrics: Sequence[str], curves: Curves) -> str:
+def curve_chart(metrics: Sequence[str], curves: Curves, marks: Sequence[int] = ()) -> str:
     """One chart over the steps: training faint and smoothed, evaluation as marked points, the spread as a band.
 
-    With several metrics each has a colour, and evaluation is dashed. Returns an `<svg>` element.
+    With several metrics each has a colour, and evaluation is dashed. `marks` are steps with an alarm. Returns an `<svg>` element.
     """
     several = len(metrics) > 1
     with _figure(3.3, 2.1 if several else 1.85) as (figure, axes):
@@ -32,6 +32,7 @@ def curve_chart(metrics: Sequence[str], curves: Curves) -> str:
                         axes, series, MORE[number % len(MORE)] if several else EVAL, _label(name, split, several), dashed=several
                     )
         _keep_to_lines(axes)
+        _mark(axes, marks)
         _finish(axes, legend=not several and len(curves.get(metrics[0], {})) > 1)
         if several:  # up to four names would cover the lines
             figure.legend(
@@ -40,11 +41,17 @@ def curve_chart(metrics: Sequence[str], curves: Curves) -> str:
         return _svg(figure)
 
 
-def kl_reward_chart(kl: Series, score: Series, eval_kl: Series | None = None, eval_score: Series | None = None) -> str | None:
-    """Score against KL, coloured by step: what each nat of distance from the reference bought. None without two common steps."""
+def kl_reward_chart(
+    kl: Series, score: Series, eval_kl: Series | None = None, eval_score: Series | None = None, marks: Sequence[int] = ()
+) -> str | None:
+    """Score against KL, coloured by step: what each nat of distance from the reference bought. None without two common steps.
+
+    `marks` are steps with an alarm: crosses.
+    """
     points = _joined(kl, score)
     if len(points) < 2:
         return None
+    marked = [point for point in points if point[0] in set(marks)]
     points = _thin(points)
     steps, xs, ys = (list(column) for column in zip(*points, strict=True))
     with _figure(6.0, 3.2) as (figure, axes):
@@ -54,6 +61,18 @@ def kl_reward_chart(kl: Series, score: Series, eval_kl: Series | None = None, ev
             axes.annotate(name, (xs[at], ys[at]), xytext=offset, textcoords="offset points", fontsize=8, color=INK)
         if eval_kl is not None and eval_score is not None and (evaluated := _joined(eval_kl, eval_score)):
             axes.plot([p[1] for p in evaluated], [p[2] for p in evaluated], "D", color=EVAL, markersize=5, zorder=3, label="eval")
+        if marked:
+            axes.plot(
+                [p[1] for p in marked],
+                [p[2] for p in marked],
+                "x",
+                color=ALARM,
+                markersize=8,
+                markeredgewidth=2,
+                zorder=4,
+                label="alarm",
+            )
+        if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8, loc="lower right")
         bar = figure.colorbar(dots, ax=axes, pad=0.02, aspect=28)
         bar.outline.set_visible(False)
@@ -61,6 +80,31 @@ def kl_reward_chart(kl: Series, score: Series, eval_kl: Series | None = None, ev
         bar.set_label("step", fontsize=8, color=INK)
         axes.set_xlabel("KL to the reference (nats per response)", fontsize=8.5, color=INK)
         axes.set_ylabel("score", fontsize=8.5, color=INK)
+        return _svg(figure)
+
+
+def judge_chart(score: Series, judge: Series, error: Series, marks: Sequence[int] = ()) -> str | None:
+    """The score (left) and the held-out judge (right, with its standard error) over the evaluations. None without two of both."""
+    points = _joined(score, judge)
+    if len(points) < 2:
+        return None
+    errors = dict(error.finite)
+    steps, scores, judged = (list(column) for column in zip(*points, strict=True))
+    with _figure(6.0, 3.2) as (figure, axes):
+        (left,) = axes.plot(steps, scores, "o-", color=TRAIN, linewidth=1.5, markersize=4, label="score (left)")
+        beside = axes.twinx()
+        right = beside.errorbar(
+            steps, judged, [errors.get(step, 0.0) for step in steps],
+            fmt="D--", color=EVAL, linewidth=1.5, markersize=4, capsize=2, elinewidth=1, label="judge (right)",
+        )  # fmt: skip
+        for side in beside.spines.values():
+            side.set_visible(False)
+        beside.tick_params(labelsize=7.5, length=2.5, colors=EVAL)
+        axes.tick_params(axis="y", colors=TRAIN)
+        axes.set_xlabel("step", fontsize=8.5, color=INK)
+        _mark(axes, [step for step in marks if steps[0] <= step <= steps[-1]])
+        _finish(axes, legend=False)
+        figure.legend(handles=[left, right], loc="outside upper center", ncols=2, frameon=False, fontsize=8, labelcolor=INK)
         return _svg(figure)
 
 
@@ -82,6 +126,12 @@ def calibration_chart(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def _mark(axes: Any, steps: Sequence[int]) -> None:
+    """Alarms, as dotted lines from bottom to top."""
+    for step in steps:
+        axes.axvline(step, color=ALARM, linewidth=1, linestyle=":", zorder=2)
 
 
 def _has_spread(name: str) -> bool:

@@ -17,8 +17,11 @@ MAIN: dict[str, tuple[str, ...]] = {
     "sft": ("sft/loss", "sft/perplexity"),
     "reward": ("reward/accuracy", "reward/margin", "reward/loss", "reward/std"),
     "dpo": ("dpo/reward_accuracy", "dpo/reward_margin", "dpo/loss", "dpo/chosen_logp"),
-    "ppo": ("ppo/score", "ppo/kl", "ppo/response_length", "ppo/eos_rate"),
+    "ppo": ("ppo/score", "ppo/judge", "ppo/kl", "ppo/response_length", "ppo/eos_rate"),
 }
+
+# What is looked at next, in this order.
+NEXT: dict[str, tuple[str, ...]] = {"ppo": ("ppo/repetition", "ppo/entropy", "ppo/explained_variance", "ppo/value_loss")}
 
 # Metrics that are read together, in one chart.
 TOGETHER: tuple[tuple[str, ...], ...] = (
@@ -40,6 +43,7 @@ BETTER: dict[str, int] = {
     "dpo/reward_accuracy": 1,
     "dpo/reward_margin": 1,
     "ppo/score": 1,
+    "ppo/judge": 1,
     "ppo/eos_rate": 1,
     "ppo/explained_variance": 1,
 }
@@ -60,6 +64,8 @@ MEANING: dict[str, str] = {
     "dpo/chosen_reward": "β times the change of log-probability against the reference (simpo: β times the mean per token; orpo: log odds).",
     "dpo/chosen_logp": "Log-probability of the whole answer. Both falling far is a warning sign.",
     "ppo/score": "Mean raw score of the responses, before clipping and KL.",
+    "ppo/judge": "What ppo.judge gives the answers to held-out prompts; nothing is trained on it.",
+    "ppo/judge_error": "Standard error of ppo/judge.",
     "ppo/score_std": "Spread of the scores within a step.",
     "ppo/kl": "Distance to the reference: nats per response, mean of Σ log π − log π_ref.",
     "ppo/kl_per_token": "The same per token.",
@@ -180,7 +186,7 @@ def is_constant(splits: Mapping[str, Series]) -> bool:
 
 
 def _ordered(stage: str, curves: Mapping[str, Any]) -> Sequence[str]:
-    main = [name for name in MAIN.get(stage, ()) if name in curves]
+    main = [name for name in (*MAIN.get(stage, ()), *NEXT.get(stage, ())) if name in curves]
     return [*main, *(name for name in curves if name not in main)]
 
 

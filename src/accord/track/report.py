@@ -13,6 +13,7 @@ from accord.errors import ConfigError, UserError
 from accord.track.console import duration, label, number
 from accord.track.files import read_lines, write_atomically
 from accord.track.metrics import BETTER, GROUPS, MAIN, MEANING, Curves, Series, charts_of, is_constant, read_series
+from accord.track.ppo_report import alarm_marks, marks_of, ppo_view
 from accord.track.reward_report import reward_view
 from accord.track.run import STAGES, read_config, read_summary
 
@@ -103,17 +104,20 @@ def render(folder: Path, stages: Sequence[StageRun]) -> str:
 
 def stage_view(run: StageRun) -> dict[str, Any]:
     """One stage as the template shows it."""
-    from accord.track.charts import curve_chart, kl_reward_chart
+    from accord.track.charts import curve_chart
 
+    marks = alarm_marks(run.folder)
     charts: dict[bool, list[dict[str, str]]] = {True: [], False: []}
     constant = []
     for group, metrics in charts_of(run.stage, run.curves):
         if all(is_constant(run.curves[name]) for name in metrics):  # a flat line says no more than its number
             constant += [f"{name} {number(next(iter(run.curves[name].values())).first)}" for name in metrics]
             continue
-        chart = {"title": _title(metrics), "note": MEANING.get(metrics[0], ""), "svg": curve_chart(metrics, run.curves)}
+        if metrics == ("ppo/judge_error",):  # the bars of another chart
+            continue
+        drawn = curve_chart(metrics, run.curves, marks_of(metrics, marks))
+        chart = {"title": _title(metrics), "note": MEANING.get(metrics[0], ""), "svg": drawn}
         charts[group not in ("train", "throughput", "memory")].append(chart)
-    kl, score = run.curves.get("ppo/kl", {}), run.curves.get("ppo/score", {})
     return {
         "stage": run.stage,
         "title": GROUPS.get(run.stage, run.stage),
@@ -127,9 +131,7 @@ def stage_view(run: StageRun) -> dict[str, Any]:
         "charts": charts[True],
         "more_charts": charts[False],
         "constant": constant,
-        "kl_reward": kl_reward_chart(kl["train"], score["train"], kl.get("eval"), score.get("eval"))
-        if "train" in kl and "train" in score
-        else None,
+        "ppo": ppo_view(run),
         "reward": reward_view(run.folder) if run.stage == "reward" else None,
         "time": time_split(run),
         "samples": samples_view(run.samples),
@@ -245,7 +247,7 @@ def bar_parts(parts: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
 
 
 def samples_view(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Samples of the first and of the last step. Prompts that occur in both stand side by side; else the two lists do.
+    """Samples of the first and of the last step: prompts that were answered twice side by side, and where these are few, both lists.
 
     A sample may have `prompt` (text or messages) and `response`; its other short values (score, KL, …) are shown beside it.
     """
@@ -260,14 +262,14 @@ def samples_view(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         before, after = sample_view(min(found, key=_step)), sample_view(max(found, key=_step))
         if before["step"] < after["step"]:
             pairs.append({"prompt": prompt, "before": before, "after": after, "way": after["step"] - before["step"]})
+    pairs.sort(key=lambda pair: pair["way"], reverse=True)
     if len(pairs) >= 3:
-        pairs.sort(key=lambda pair: pair["way"], reverse=True)
         return {"pairs": pairs[:SAMPLES_SHOWN], "before": [], "after": []}
 
     def of(step: int) -> list[dict[str, Any]]:
         return [sample_view(sample) for sample in samples if _step(sample) == step][:SAMPLES_SHOWN]
 
-    return {"pairs": [], "before": of(steps[0]) if len(steps) > 1 else [], "after": of(steps[-1])}
+    return {"pairs": pairs, "before": of(steps[0]) if len(steps) > 1 else [], "after": of(steps[-1])}
 
 
 def sample_view(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,12 +24,15 @@ except ImportError:  # Windows has no flock; then nothing guards against a secon
 State = Literal["new", "resumable", "finished"]
 
 # What a run writes into its folder. Overwriting removes these and nothing else.
-FILES = ("summary.json", "report.html", "metrics.jsonl", "samples.jsonl", "reward_evaluation.json")
+FILES = ("summary.json", "report.html", "metrics.jsonl", "samples.jsonl", "alarms.jsonl", "reward_evaluation.json")
 FOLDERS = ("checkpoints", "model", "critic", "adapter", "best", "ema", "exports", "tensorboard")
 STAGES = ("sft", "reward", "dpo", "ppo")
 
-# Keys that change where, whether or how visibly a run happens, but none of its numbers: they may differ on resume.
-NEUTRAL = ("run.dir", "run.resume", "run.overwrite", "track", "checkpoint", "data.cache", "data.workers", "extends")
+# Keys that change where, whether or how visibly a run happens, but none of its numbers: they may differ on resume. So may what an alarm
+# does: a run that it has stopped goes on when the user says otherwise.
+NEUTRAL = (
+    "run.dir", "run.resume", "run.overwrite", "track", "checkpoint", "data.cache", "data.workers", "extends", "ppo.alarms", "ppo.on_alarm",
+)  # fmt: skip
 # Sections that a stage does not read: a changed PPO setting is no other configuration for a finished SFT.
 UNREAD = {
     "sft": ("reference", "reward_model", "critic", "reward", "dpo", "ppo", "generate", "pipeline", "stages"),
@@ -39,6 +42,7 @@ UNREAD = {
     "pipeline": ("pipeline.stages",),  # the same run may be asked for more stages; finished ones are not redone
 }
 HEAD = "# accord: "
+_STAGE_OVERRIDE = re.compile(rf"^stages\.({'|'.join(STAGES)})\.")
 _BESIDE = re.compile(r"\..+\.\d+\.tmp")
 
 
@@ -71,6 +75,10 @@ class RunFolder:
     @property
     def samples_path(self) -> Path:
         return self.folder / "samples.jsonl"
+
+    @property
+    def alarms_path(self) -> Path:
+        return self.folder / "alarms.jsonl"
 
     @property
     def summary_path(self) -> Path:
@@ -279,9 +287,12 @@ def differing_keys(
         moved_from, moved_to = os.path.dirname(moved_from), os.path.dirname(moved_to)
     found = []
     for key in [*new_values, *(key for key in old_values if key not in new_values)]:
-        if any(key == name or key.startswith(name + ".") for name in ignored):
+        bare = _STAGE_OVERRIDE.sub("", key)  # in a pipeline a neutral key may be given to one stage
+        if _is_below(key, ignored) or _is_below(bare, NEUTRAL):
             continue
         old, now = old_values.get(key, _ABSENT), new_values.get(key, _ABSENT)
+        if _opened(key, old, new_values) or _opened(key, now, old_values):
+            continue
         if old != now and _without_folder(old, moved_from) != _without_folder(now, moved_to):
             found.append((key, old, now))
     return found
@@ -365,6 +376,15 @@ def _changed_versions(about: Mapping[str, Any]) -> list[str]:
     before, now = about.get("versions") or {}, versions()
     changed = [f"{name} {before[name]} → {now.get(name, 'none')}" for name in before if before[name] != now.get(name)]
     return [f"this run was started with other versions ({', '.join(changed)}): the rest may not be exact."] if changed else []
+
+
+def _is_below(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in names)
+
+
+def _opened(key: str, value: Any, others: Mapping[str, Any]) -> bool:
+    """Whether an empty section here has content there: the keys of that content are compared themselves."""
+    return value in ({}, []) and any(other.startswith(key + ".") for other in others)
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

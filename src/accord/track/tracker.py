@@ -1,4 +1,4 @@
-"""The numbers of a run: metrics.jsonl, samples.jsonl, TensorBoard and the console, never doubled by a resume."""
+"""The numbers of a run: metrics.jsonl, samples.jsonl, alarms.jsonl, TensorBoard and the console, never doubled by a resume."""
 
 import os
 import shutil
@@ -20,8 +20,8 @@ RESERVED = ("stage", "split", "step", "epoch", "wall_s")
 class Tracker:
     """Writes what happened in one stage's run, a line a call, as it happens.
 
-    Starting at `start_step` (the step of the checkpoint the run goes on from, 0 for a new run) cuts metrics.jsonl and
-    samples.jsonl back to that step: what was logged after the checkpoint will be computed, and logged, again. From step 0
+    Starting at `start_step` (the step of the checkpoint the run goes on from, 0 for a new run) cuts metrics.jsonl, samples.jsonl
+    and alarms.jsonl back to that step: what was logged after the checkpoint will be computed, and logged, again. From step 0
     nothing is kept. A (split, step) that was kept is not written a second time, so the loop may evaluate again at the step it resumes from.
 
     `settings` has `tensorboard: bool` and `console_every: int` (the Track section, or a mapping with these keys).
@@ -44,8 +44,10 @@ class Tracker:
         self._wall = 0.0  # seconds of the sessions before this one
         _cut_back(run.metrics_path, start_step, self._remember)
         _cut_back(run.samples_path, start_step, lambda row: self._kept.add(("samples", int(row["step"]))))
+        _cut_back(run.alarms_path, start_step)
         self._metrics: IO[bytes] | None = _append(run.metrics_path)
         self._samples: IO[bytes] | None = None  # made when there is something to write: not every stage has samples
+        self._alarms: IO[bytes] | None = None
         self._board = _Board(run.tensorboard, start_step) if _get(settings, "tensorboard", True) else None
         self._console = Console(stage, total_steps, headline, start_step, _get(settings, "console_every", 1), console)
         self._since = time.monotonic()
@@ -96,6 +98,12 @@ class Tracker:
         for sample in samples:
             self._write(self._samples, self.run.samples_path, {"stage": self.stage, "step": step, **sample})
 
+    def log_alarm(self, step: int, alarm: Mapping[str, Any]) -> None:
+        """Write one line `{"stage","step", …}` to alarms.jsonl."""
+        if self._alarms is None:
+            self._alarms = _append(self.run.alarms_path)
+        self._write(self._alarms, self.run.alarms_path, {"stage": self.stage, "step": step, **alarm})
+
     def note(self, text: str) -> None:
         """Tell the user something, above the bar."""
         self._console.note(text)
@@ -106,7 +114,7 @@ class Tracker:
 
     def sync(self) -> None:
         """Have everything logged so far survive a power cut. The loop calls it before it writes a checkpoint."""
-        for file in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples, self._alarms):
             if file is not None:
                 os.fsync(file.fileno())
 
@@ -118,7 +126,7 @@ class Tracker:
         self._console.close()
         if self._board is not None:
             self._board.close()
-        for file in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples, self._alarms):
             if file is not None:
                 file.close()
 

@@ -20,12 +20,13 @@ from accord.errors import ConfigError, Interrupted, NonFiniteError
 from accord.track.files import plain, write_atomically
 from accord.track.run import RunFolder, open_run
 from accord.track.tracker import Tracker
+from accord.trainers.watch import Watch
 
 if TYPE_CHECKING:
     from accord.config import Config
 
 # Where a larger number is better; of everything else (losses, perplexity, kl) a smaller one is.
-LARGER_IS_BETTER = ("accuracy", "score", "margin", "win_rate")
+LARGER_IS_BETTER = ("accuracy", "score", "margin", "win_rate", "judge")
 
 
 class Trainer(Protocol):
@@ -33,7 +34,7 @@ class Trainer(Protocol):
 
     stage: str
     config: Config
-    headline: tuple[str, ...]  # the four numbers that the progress bar shows
+    headline: tuple[str, ...]  # the numbers that the progress bar shows, where there are such
     best_metric: str | None  # by which RUN/best is chosen unless eval.best_metric names another
     total_steps: int
     samples: list[dict[str, Any]]  # what the last step or evaluation has to show
@@ -77,7 +78,8 @@ def run_loop(trainer: Trainer, run: RunFolder | None = None) -> dict[str, Any]:
     """Train from where `run` (by default that of `run.dir`) stands to the end, and return the summary that was written.
 
     A run that was cut off goes on from its last whole checkpoint, bit for bit as if it had not been (ARCHITECTURE §6).
-    Raises Interrupted after a checkpoint on SIGINT or SIGTERM, NonFiniteError as ALGORITHMS §0.7 says.
+    Raises Interrupted after a checkpoint on SIGINT or SIGTERM, StoppedByAlarm after one with `ppo.on_alarm: stop`, NonFiniteError as
+    ALGORITHMS §0.7 says.
     """
     with run or open_run(trainer.config, trainer.stage, Path(trainer.config.run.dir)) as run:
         if run.state == "finished":
@@ -88,11 +90,12 @@ def run_loop(trainer: Trainer, run: RunFolder | None = None) -> dict[str, Any]:
 def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
     config = trainer.config
     run.begin()
-    start, notes = 0, _Notes()
+    start, notes, watch = 0, _Notes(), Watch(trainer)
     if run.state == "resumable" and (checkpoint := latest_checkpoint(run.checkpoints)) is not None:
         state = checkpoint.state
         trainer.load_state({name: checkpoint.tensors(name) for name in state["files"]}, state["trainer"])
         start, notes = checkpoint.step, _Notes(**state["notes"])
+        watch.load_state(state.get("alarms"))
     with (
         Tracker(run, config.track, trainer.stage, trainer.total_steps, trainer.headline, start) as tracker,
         _Signals() as signals,
@@ -103,7 +106,7 @@ def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
             tracker.note(f"going on from step {start} of {trainer.total_steps}")
         triggers = _Triggers(trainer)
         if start == 0 and config.eval.at_start:
-            _evaluate(trainer, run, tracker, notes, 0)
+            _evaluate(trainer, run, tracker, notes, watch, 0)
         for step in range(start + 1, trainer.total_steps + 1):
             seed_everything(config.run.seed, trainer.stage, step)
             began = time.perf_counter()
@@ -117,20 +120,23 @@ def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
                 metrics.setdefault("train/tokens_per_s", metrics["train/tokens"] / seconds)
             metrics["memory/peak_gib"] = peak_memory_gib()
             tracker.log(metrics, split="train", step=step, epoch=trainer.epoch(step))
+            watch.look(metrics, "train", step, tracker)
             if trainer.samples and (step == 1 or step % config.track.samples_every == 0 or step == trainer.total_steps):
                 tracker.log_samples(step, trainer.samples)
             last = step == trainer.total_steps
             if triggers.evaluation(step) or last:
-                _evaluate(trainer, run, tracker, notes, step)
+                _evaluate(trainer, run, tracker, notes, watch, step)
             if triggers.export(step):
                 trainer.save(run.exports / f"step-{step}")
-            if not last and (triggers.checkpoint(step) or signals.received):
-                _save(trainer, run, tracker, notes, step)
+            if not last and (triggers.checkpoint(step) or signals.received or watch.stopping):
+                _save(trainer, run, tracker, notes, watch, step)
+            if watch.stopping and not last:  # after the last step there is nothing left to stop
+                raise watch.stopped()
             if signals.received and not last:
                 raise Interrupted(
                     f"stopped by {signals.name} after step {step} of {trainer.total_steps}. Start the same command again to go on."
                 )
-        summary = _summary(trainer, tracker, notes)
+        summary = _summary(trainer, tracker, notes, watch)
     trainer.export(run.folder)
     run.finish(summary)
     return summary
@@ -154,12 +160,13 @@ class _Notes:
         return {"best": self.best, "best_step": self.best_step, "first": self.first, "final": self.final}
 
 
-def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, step: int) -> None:
+def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, watch: Watch, step: int) -> None:
     seed_everything(trainer.config.run.seed, trainer.stage + "/eval", step)
     metrics = trainer.evaluate(step)
     if not metrics:
         return
     tracker.log(metrics, split="eval", step=step, epoch=trainer.epoch(step))
+    watch.look(metrics, "eval", step, tracker)
     if trainer.samples:
         tracker.log_samples(step, trainer.samples)
         trainer.samples = []
@@ -178,20 +185,20 @@ def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes,
         trainer.save(run.best)
 
 
-def _save(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, step: int) -> None:
+def _save(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, watch: Watch, step: int) -> None:
     tracker.sync()
     tensors, state = trainer.state()
     save_checkpoint(
         run.checkpoints,
         step,
         tensors,
-        {"files": sorted(tensors), "trainer": state, "notes": notes.as_dict()},
+        {"files": sorted(tensors), "trainer": state, "notes": notes.as_dict(), "alarms": watch.state()},
         keep_last=trainer.config.checkpoint.keep_last,
     )
     tracker.pause()
 
 
-def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes) -> dict[str, Any]:
+def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes, watch: Watch) -> dict[str, Any]:
     name = trainer.config.eval.best_metric or trainer.best_metric
     summary: dict[str, Any] = {
         "stage": trainer.stage,
@@ -202,6 +209,8 @@ def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes) -> dict[str, Any
     }
     if notes.best is not None:
         summary["best"] = {"metric": name, "value": notes.best, "step": notes.best_step}
+    if watch.told:
+        summary["alarms"] = watch.told
     summary["peak_memory_gib"] = round(peak_memory_gib(), 3)
     return summary
 

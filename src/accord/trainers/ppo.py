@@ -45,6 +45,7 @@ from accord.trainers.ppo_experience import (
     score_metrics,
     spread,
 )
+from accord.trainers.ppo_judge import HeldOutJudge
 from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters, load_critic
 from accord.trainers.ppo_rewards import reward_sources
 from accord.trainers.ppo_update import Updater
@@ -68,7 +69,7 @@ class PPOTrainer:
     """
 
     stage = "ppo"
-    headline: tuple[str, ...] = ("ppo/score", "ppo/kl", "ppo/response_length", "ppo/eos_rate")
+    headline: tuple[str, ...] = ("ppo/score", "ppo/judge", "ppo/kl", "ppo/response_length", "ppo/eos_rate")
     best_metric: str | None = "ppo/score"
 
     def __init__(self, config: Config, train_dataset: Any = None, valid_dataset: Any = None) -> None:
@@ -81,6 +82,7 @@ class PPOTrainer:
         warmup = config.critic.warmup_steps
         if warmup >= self.total_steps:
             raise ConfigError(f"critic.warmup_steps={warmup} leaves none of the {self.total_steps} steps to the policy.")
+        self.judge = HeldOutJudge(settings.judge, len(self.examples.valid))
         ptx = self._load_ptx()
         policy = load_causal(config.model, seed=config.run.seed, trainable=True)
         policy.tokenizer = self.encoder.tokenizer
@@ -349,7 +351,7 @@ class PPOTrainer:
         logprobs, ref, entropy, _ = self._read_policy(rollouts)
         k1 = rollouts.sum_by_response(logprobs - ref)
         self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
-        return score_metrics(board) | rollouts.metrics() | {
+        return score_metrics(board) | self.judge.metrics(rollouts.samples, self.samples) | rollouts.metrics() | {
             "ppo/kl": float(k1.mean()),
             "ppo/kl_per_token": float((logprobs - ref).double().mean()),
             "ppo/entropy": float(entropy.double().mean()),
