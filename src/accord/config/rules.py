@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
+from accord.config.critic_rules import CRITIC_RULES
 from accord.config.messages import Refusal
 from accord.config.ppo_rules import PPO_RULES
 from accord.config.reward_rules import reward_refusals
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from accord.config.root import Config
 
 Rule = Callable[["Config"], Iterator[Refusal]]
-RULES: list[Rule] = [*PPO_RULES]
+RULES: list[Rule] = [*PPO_RULES, *CRITIC_RULES]
 
 
 def rule(function: Rule) -> Rule:

@@ -66,6 +66,12 @@ class Lora(Section):
         default="all-linear", description="Names of the modules to adapt; all-linear: every linear layer but the output head."
     )
     path: Text | None = Field(default=None, description="An adapter to continue; it is also the reference then.")
+    share_base: Literal["auto"] | bool = Field(
+        default="auto",
+        description="PPO: actor, critic, reward model and reference are adapters on one base. auto: those that can be, that is a new critic and "
+        "what critic.path and reward_model.path name where it is, or has beside it, an adapter over model.path (RUN/adapter). true: all, or the "
+        "run is refused. false: each has a base of its own.",
+    )
 
 
 class Model(Section):
@@ -131,6 +137,14 @@ class Critic(Section):
         default="${reward_model.path}", description="What it starts from; null: model.path with a new head."
     )
     lr: Positive = Field(default=5.0e-6, description="Its own learning rate.")
+    share_trunk: bool = Field(
+        default=False,
+        description="No model of its own but a linear head on the actor's hidden states; critic.path is not used then.",
+    )
+    trunk_gradient: bool = Field(
+        default=True,
+        description="share_trunk: the value loss, times ppo.value_coef, also trains the actor's trunk. false: the head alone learns from it.",
+    )
     warmup_steps: Natural = Field(default=0, description="PPO steps at the start in which only the critic learns.")
 
 
