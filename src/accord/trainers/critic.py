@@ -53,6 +53,11 @@ class Critic(TrainedModel):
     def see(self, samples: Sequence[Sample]) -> None:
         """The responses that `values` will be asked about from now on. Only a critic that reads them as text needs to know."""
 
+    @contextmanager
+    def beside_policy(self) -> Iterator[None]:
+        """Inside, where the trunk is the actor's, the policy's forward over a pack serves `values` too. Elsewhere nothing changes."""
+        yield
+
     def save(self, folder: Path, stop_token_ids: Sequence[int]) -> None:
         """RUN/critic. `stop_token_ids` are the policy's."""
         save_model(self.loaded, folder, stop_token_ids=stop_token_ids, card=card(self.config, "ppo"))
