@@ -63,8 +63,8 @@ def refused(path: Path, text: str, name: str = "mine.yaml") -> list[str]:
         ("stages.sft.train.lrr=1", "stages.sft.train.lrr: no such key. Did you mean train.lr?"),
         ("stages.sft.train.lr=fast", "stages.sft.train.lr: expected a number greater than 0 or null, got 'fast'."),
         ("stages.sft.trian={lr: 1}", "stages.sft.trian: no such key. Did you mean train?"),
-        ("critic=true", "critic: expected a section {path, lr, warmup_steps}, got true."),
-        ("critic.²=1", "critic.²: no such key. critic has: path, lr, warmup_steps."),
+        ("critic=true", "critic: expected a section {path, lr, share_trunk, trunk_gradient, warmup_steps}, got true."),
+        ("critic.²=1", "critic.²: no such key. critic has: path, lr, share_trunk, trunk_gradient, warmup_steps."),
         ("data.holdout=" + "9" * 5000, "data.holdout: expected a number of at least 0 and less than 1, got '" + "9" * 5000 + "'."),
         ("stages=3", "pipeline.stages: expected a list of one of sft, reward, dpo, ppo, got 3."),
     ],
@@ -79,7 +79,6 @@ def test_keys_of_what_is_not_built_are_unknown():
     for key in (
         "launch",
         "data.workers",
-        "critic.share_trunk",
         "train.offload",
     ):
         with pytest.raises(ConfigError, match="no such key"):
