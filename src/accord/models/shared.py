@@ -183,10 +183,19 @@ def _device(module: nn.Module) -> torch.device:
 class AdapterScorer(PackedModel):
     """A frozen reward model that is an adapter and a head on the actor's base. It leaves the actor as it is."""
 
-    def __init__(self, module: nn.Module, name: str, head: nn.Linear, tokenizer: Any, *, precision: str = "float32") -> None:
-        """`tokenizer`: with the chat template that it was trained with."""
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        head: nn.Linear,
+        tokenizer: Any,
+        *,
+        whole: Path | None = None,
+        precision: str = "float32",
+    ) -> None:
+        """`tokenizer`: with the chat template that it was trained with; `whole`: the folder of the same model merged, if there is one."""
         super().__init__(module, precision=precision)
-        self.name, self.head, self.tokenizer = name, head.requires_grad_(False), tokenizer
+        self.name, self.head, self.tokenizer, self.whole = name, head.requires_grad_(False), tokenizer, whole
 
     @torch.no_grad()
     def scores(self, pack: Pack) -> Tensor:

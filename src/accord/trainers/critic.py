@@ -304,12 +304,13 @@ def reward_on_base(config: Config, policy: LoadedModel) -> AdapterScorer | None:
     name = f"{REWARD}-{others + 1}" if others else REWARD
     head = shared.load_adapter(policy.module, name, adapter, seed=None, trainable=False)
     tokenizer, beside = policy.tokenizer, adapter.parent / "model"
-    if (beside / "config.json").is_file():  # an adapter has the base's tokens, but may have been trained with another template
-        template = load_tokenizer(str(beside)).chat_template
+    whole = beside if (beside / "config.json").is_file() else None
+    if whole is not None:  # an adapter has the base's tokens, but may have been trained with another template
+        template = load_tokenizer(str(whole)).chat_template
         if template != tokenizer.chat_template:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.chat_template = template
-    return AdapterScorer(policy.module, name, head, tokenizer, precision=config.train.precision)
+    return AdapterScorer(policy.module, name, head, tokenizer, whole=whole, precision=config.train.precision)
 
 
 def _on_the_base(config: Config, key: str, path: str | None) -> Path | None:
