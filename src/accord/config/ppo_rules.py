@@ -94,7 +94,7 @@ def no_critic_has_no_settings(config: Config) -> Iterator[Refusal]:
         return
     why = f"{ppo.method}, which has no critic"
     keys = (("ppo", "lam"), ("ppo", "value_clip"), ("ppo", "value_coef"), ("critic", "lr"), ("critic", "warmup_steps"))
-    yield from set_in_vain(config, keys, why)
+    yield from set_in_vain(config, (*keys, ("critic", "share_trunk")), why)
     if config.critic.path != config.reward_model.path:
         yield Refusal(("critic", "path"), f"does nothing with {why}. Leave it out.")
 

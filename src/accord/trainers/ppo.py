@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from accord.rewards import Sample, combine
 from accord.rewards.base import ScoreBoard
 from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
+from accord.trainers.critic import TextCritic, make_critic
 from accord.trainers.loop import run_loop
 from accord.trainers.ppo_answers import Answers, Asked
 from accord.trainers.ppo_best import BestUpdater
@@ -46,7 +48,7 @@ from accord.trainers.ppo_experience import (
     spread,
 )
 from accord.trainers.ppo_judge import HeldOutJudge
-from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters, load_critic
+from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters
 from accord.trainers.ppo_rewards import reward_sources
 from accord.trainers.ppo_update import Updater
 
@@ -86,18 +88,14 @@ class PPOTrainer:
         ptx = self._load_ptx()
         policy = load_causal(config.model, seed=config.run.seed, trainable=True)
         policy.tokenizer = self.encoder.tokenizer
-        critic = load_critic(config, policy) if settings.needs_critic else None
-        longest = max(int(part.num_tokens().max()) for part in (self.examples.train, self.examples.valid) if len(part))
-        check_lengths(config, longest, policy, critic)
         self.sources = reward_sources(config, policy)
 
         updates = settings.ppo_epochs * settings.mini_batches  # of one step
         self.policy = TrainedModel(policy, config.train, total_steps=(self.total_steps - warmup) * updates)
-        self.critic: TrainedModel | None = None
-        if critic is not None:
-            self.critic = TrainedModel(
-                critic, config.train, total_steps=self.total_steps * updates, lr=config.critic.lr, ema=False
-            )
+        self.critic = make_critic(config, self.policy, self.total_steps * updates) if settings.needs_critic else None
+        longest = max(int(part.num_tokens().max()) for part in (self.examples.train, self.examples.valid) if len(part))
+        # A critic that reads text counts other tokens: it says itself what it can't read.
+        check_lengths(config, longest, policy, None if isinstance(self.critic, TextCritic) else self.critic)
         self.reference = Reference(config, self.policy)
         self.engine = HybridEngine(self.policy, config.engine)
         self.updater = Updater(config, self.engine, self.critic, self.reference, ptx)
@@ -169,10 +167,13 @@ class PPOTrainer:
         penalised = settings.objective == "clip"  # elsewhere KL is only measured
         in_reward, full = penalised and settings.kl.place == "reward", settings.kl.estimator == "full"
         with self.engine.times("logprob"):
+            if self.critic is not None:
+                self.critic.see(rollouts.samples)
             whole = self._read_whole(rollouts) if once else None
             forward = None if whole is None else whole.forward
-            old, ref, entropy, kl = self._read_policy(rollouts, full and in_reward, forward)
-            values = self._read_critic(rollouts, forward)
+            old, ref, entropy, kl, of_trunk = self._read_policy(rollouts, full and in_reward, forward)
+            shared = self.critic is not None and self.critic.shares_trunk
+            values = of_trunk if shared and forward is None else self._read_critic(rollouts, forward)
         if in_reward and not full:
             kl = kl_estimate(old, ref, settings.kl.estimator)
 
@@ -213,6 +214,8 @@ class PPOTrainer:
         if self.best is not None:
             return self.best.update(experience)
         settings, learns, updater = self.settings, self.acting(experience.number), self.updater
+        if self.critic is not None:
+            self.critic.see(experience.rollouts.samples)
         averages, began = Averages(), time.perf_counter()
         counts = {"ppo/skipped_minibatches": 0.0, "ppo/stopped_early": 0.0, "ppo/updates": 0.0, "train/tokens": 0.0}
         coef = self.kl_controller.coef
@@ -233,7 +236,7 @@ class PPOTrainer:
                     counts["ppo/skipped_minibatches"] += 1
                     updater.discard()
                     continue
-                if self.critic is not None:
+                if self.critic is not None and not self.critic.shares_trunk:
                     losses, stats = updater.value_gradient(experience, batch)
                     averages.add(losses, items)
                     averages.add(stats, batch.tokens)
@@ -249,7 +252,8 @@ class PPOTrainer:
         self.kl_controller.update(experience.kl, episodes=len(experience))
         seconds = time.perf_counter() - began
         self.engine.times.add("train", seconds)
-        trained = sum(count_parameters(model) for model, moves in ((self.policy, learns), (self.critic, True)) if moves and model)
+        own_critic = None if self.critic is not None and self.critic.shares_trunk else self.critic
+        trained = sum(count_parameters(model) for model, moves in ((self.policy, learns), (own_critic, True)) if moves and model)
         return averages.means() | counts | {
             "ppo/kl_coef": coef,
             "train/lr": self.policy.lr(self.policy.schedule_step) if self.policy.schedule_step else 0.0,
@@ -278,27 +282,31 @@ class PPOTrainer:
         if len(batch.packs) > 1:
             return None
         ((pack, _),) = batch.packs
-        policy = self.policy.distribution(pack, self.params.temperature)
-        tokens = policy.at(pack.targets.to(self.policy.device), entropy=True)
-        values = None if self.critic is None else self.critic.values(pack)
+        with nullcontext() if self.critic is None else self.critic.beside_policy():
+            policy = self.policy.distribution(pack, self.params.temperature)
+            tokens = policy.at(pack.targets.to(self.policy.device), entropy=True)
+            values = None if self.critic is None else self.critic.values(pack)
         return replace(batch, forward=Forward(policy, tokens, values))
 
     def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False, forward: Forward | None = None) -> Tensor:
-        """[4, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
-        entropies; and with `exact_kl` the KL over the whole vocabulary (else 0). `forward`: the policy has read them already.
+        """[5, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
+        entropies; with `exact_kl` the KL over the whole vocabulary (else 0); of a critic on the actor's trunk the values (else 0).
+        `forward`: the policy has read them already.
         """
         temperature = self.params.temperature
+        critic = self.critic if self.critic is not None and self.critic.shares_trunk and forward is None else None
 
         def read(pack: Pack) -> Tensor:
             targets = pack.targets.to(self.policy.device)
             reference = self.reference.distribution(pack, temperature)
-            with self.policy.evaluating():
+            with self.policy.evaluating(), nullcontext() if critic is None else critic.beside_policy():
                 policy = forward.policy if forward else self.policy.distribution(pack, temperature)
                 now = forward.tokens if forward else policy.at(targets, entropy=True)
                 ref = reference.at(targets).logprobs.to(self.policy.device)
                 assert now.entropy is not None
                 kl = full_kl(policy, reference) if exact_kl else torch.zeros_like(ref)
-                return torch.stack([now.logprobs, ref, now.entropy, kl])
+                values = torch.zeros_like(ref) if critic is None else critic.values(pack)
+                return torch.stack([now.logprobs, ref, now.entropy, kl, values])
 
         return rollouts.read(self.config.train.max_tokens, read)
 
@@ -348,7 +356,7 @@ class PPOTrainer:
         began = time.perf_counter()
         rollouts = self.answers.sample(prompts, 1, 0)
         board = combine(self.sources, rollouts.samples)
-        logprobs, ref, entropy, _ = self._read_policy(rollouts)
+        logprobs, ref, entropy, *_ = self._read_policy(rollouts)
         k1 = rollouts.sum_by_response(logprobs - ref)
         self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
         return score_metrics(board) | self.judge.metrics(rollouts.samples, self.samples) | rollouts.metrics() | {
@@ -390,7 +398,7 @@ class PPOTrainer:
         export_trained(self.policy, run, self.config, self.stage, self.encoder.stop_token_ids)
         if self.critic is None:
             return
-        save_trained(self.critic, run / "critic", self.config, self.stage, self.encoder.stop_token_ids)
+        self.critic.save(run / "critic", self.encoder.stop_token_ids)
 
     def __enter__(self) -> PPOTrainer:
         return self

@@ -13,7 +13,7 @@ from accord.errors import ConfigError
 from accord.models.distribution import Distribution
 from accord.models.forward import PackedModel
 from accord.models.heads import context_length
-from accord.models.load import LoadedModel, load_scalar, load_tokenizer
+from accord.models.load import LoadedModel, load_tokenizer
 from accord.trainers.reference import reference_for
 
 if TYPE_CHECKING:
@@ -64,24 +64,7 @@ class Reference:
         return self.distribution(pack, temperature).at(pack.targets.to(self.policy.device)).logprobs
 
 
-def load_critic(config: Config, policy: LoadedModel) -> LoadedModel:
-    """V: starts from the reward model, or from the policy's own start with a new head.
-
-    Raises ConfigError when its tokenizer is another one: values are asked for at the tokens that were sampled.
-    """
-    model = config.model
-    if model.lora is not None and model.lora.path is not None:  # the adapter to continue is the policy's
-        model = model.model_copy(update={"lora": model.lora.model_copy(update={"path": None})})
-    path = config.critic.path or config.model.path
-    loaded = load_scalar(path, model, seed=config.run.seed, trainable=True)
-    if loaded.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ConfigError(
-            f"critic.path: {path} has another tokenizer than model.path. Set critic.path={config.model.path} to start it from the policy."
-        )
-    return loaded
-
-
-def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, critic: LoadedModel | None) -> None:
+def check_lengths(config: Config, longest_prompt: int, policy: LoadedModel, critic: LoadedModel | PackedModel | None) -> None:
     """A prompt and a whole answer must fit the contexts of actor and critic, and one pack. Raises ConfigError with the cure."""
     needed = longest_prompt + config.generate.max_new_tokens
     said = f"the longest prompt has {longest_prompt:,} tokens; with generate.max_new_tokens={config.generate.max_new_tokens:,} that is {needed:,}"

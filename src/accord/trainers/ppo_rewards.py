@@ -24,10 +24,12 @@ from accord.models.forward import FrozenModel
 from accord.models.heads import context_length
 from accord.models.load import load_scalar
 from accord.models.normalization import Normalization, load_normalization
+from accord.models.shared import AdapterScorer
 from accord.rewards import Source, human, judge, measures, model, remote
 from accord.rewards import classifier as classifiers
 from accord.rewards import function as functions
 from accord.rewards.base import unique_names
+from accord.trainers.critic import reward_on_base
 
 if TYPE_CHECKING:
     from accord.config import Config
@@ -124,9 +126,10 @@ def light_source(settings: RewardSource, name: str, key: str, decode: functions.
     return None
 
 
-def _normalization(frozen: FrozenModel, key: str) -> Normalization:
+def _normalization(scorer: AdapterScorer | FrozenModel, key: str) -> Normalization:
+    whole = scorer.whole if isinstance(scorer, AdapterScorer) else None
     try:
-        return load_normalization(frozen.module)
+        return load_normalization(whole or scorer.module)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 
@@ -146,16 +149,20 @@ def _reward_model(config: Config, policy: LoadedModel) -> dict[str, Any]:
             "reward_model.path is needed: ppo.rewards asks a reward model for scores. Train one with `accord reward`, or score with a "
             "function: ppo.rewards=[{type: function, path: module:function}]."
         )
-    plain = config.model.model_copy(update={"chat_template": None, "lora": None})  # it keeps the template it was trained with
-    loaded = load_scalar(settings.path, plain, seed=config.run.seed, trainable=False, dtype=settings.dtype)
+    scorer: AdapterScorer | FrozenModel
+    if (on_base := reward_on_base(config, policy)) is not None:
+        scorer, tokenizer = on_base, on_base.tokenizer
+    else:
+        plain = config.model.model_copy(update={"chat_template": None, "lora": None})  # it keeps the template it was trained with
+        loaded = load_scalar(settings.path, plain, seed=config.run.seed, trainable=False, dtype=settings.dtype)
+        scorer, tokenizer = FrozenModel(loaded.module, precision=config.train.precision), loaded.tokenizer
     encoder = None
-    if not model.same_tokens(loaded.tokenizer, policy.tokenizer):
+    if not model.same_tokens(tokenizer, policy.tokenizer):
         log.warning("The reward model has another tokenizer or chat template: answers are handed over as text.")
-        encoder = ConversationEncoder(loaded.tokenizer, None)
-    limits = [limit for limit in (settings.max_length, context_length(loaded.module)) if limit is not None]
+        encoder = ConversationEncoder(tokenizer, None)
+    limits = [limit for limit in (settings.max_length, context_length(scorer.module)) if limit is not None]
     if settings.max_length is not None and min(limits) < settings.max_length:
         raise ConfigError(
             f"reward_model.max_length={settings.max_length:,} is beyond the model's context of {min(limits):,} tokens."
         )
-    frozen = FrozenModel(loaded.module, precision=config.train.precision)
-    return {"model": frozen, "encoder": encoder, "max_length": min(limits, default=None)}
+    return {"model": scorer, "encoder": encoder, "max_length": min(limits, default=None)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from accord.algorithms.kl import kl_estimate
 from accord.algorithms.losses import ppo_policy_loss, ppo_value_loss, sft_loss, token_weights
-from accord.data.packing import pack_trees
+from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel, count_targets
 from accord.models.distribution import full_kl
 from accord.trainers.ppo_experience import Averages, Experience, MiniBatch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from accord.data.dataset import Example
     from accord.data.loader import BatchOrder
     from accord.engine.hybrid import HybridEngine
+    from accord.trainers.critic import Critic
     from accord.trainers.ppo_models import Reference
 
 # Losses are means as ppo.aggregation says; what is reported beside them are means over tokens.
@@ -34,7 +36,7 @@ class Updater:
         self,
         config: Config,
         engine: HybridEngine,
-        critic: TrainedModel | None,
+        critic: Critic | None,
         reference: Reference,
         ptx: tuple[Sequence[Example], BatchOrder] | None,
     ) -> None:
@@ -52,12 +54,14 @@ class Updater:
     def policy_gradient(self, experience: Experience, batch: MiniBatch, kl_coef: float, learns: bool = True) -> Reported:
         """Backward pass of the surrogate objective over one mini-batch; what it says of the policy before the step.
 
-        `learns` False computes the same numbers without gradient (the critic's warm-up).
+        `learns` False computes the same numbers without gradient (the critic's warm-up). A critic on the actor's trunk learns here
+        too, from the same forward and in the same backward.
         """
         settings, device = self.settings, self.policy.device
         temperature = self.config.generate.temperature
         losses, reported = Averages(), Averages()
         owner, lengths = experience.rollouts.owner, experience.rollouts.lengths_by_token
+        trunk = self.critic if self.critic is not None and self.critic.shares_trunk else None  # learns in the same backward
         for pack, rows in batch.packs:
             weights, shares = self.weights(batch, rows, lengths)
             if experience.importance is not None:
@@ -66,53 +70,66 @@ class Updater:
                 x.to(device)
                 for x in (weights, shares, experience.old_logprobs[rows], experience.ref_logprobs[rows], experience.advantages[rows], owner[rows])
             )  # fmt: skip
-            with torch.set_grad_enabled(learns):
-                if batch.forward is None:
-                    now = self.policy.distribution(pack, temperature)
-                    out = now.at(pack.targets.to(device), entropy=settings.entropy_coef > 0)
-                else:
-                    now, out, _ = batch.forward
-                loss, stats = ppo_policy_loss(
-                    out.logprobs, old, advantages, weights, settings.clip, settings.clip_high, settings.dual_clip,
-                    sequence if settings.ratio == "sequence" else None, shares,
-                )  # fmt: skip
-                parts = {"ppo/policy_loss": loss}
-                objective = loss
-                if settings.kl.place == "loss":
-                    if settings.kl.estimator == "full":
-                        kl = full_kl(now, self.reference.distribution(pack, temperature))
+            with nullcontext() if trunk is None else trunk.beside_policy():
+                with torch.set_grad_enabled(learns):
+                    if batch.forward is None:
+                        now = self.policy.distribution(pack, temperature)
+                        out = now.at(pack.targets.to(device), entropy=settings.entropy_coef > 0)
                     else:
-                        kl = kl_estimate(out.logprobs, ref, settings.kl.estimator)
-                    parts["ppo/kl_loss"] = (weights * kl).sum()
-                    objective = objective + kl_coef * parts["ppo/kl_loss"]
-                if settings.old_kl_coef > 0:
-                    parts["ppo/old_kl_loss"] = (weights * kl_estimate(out.logprobs, old, "k3")).sum()
-                    objective = objective + settings.old_kl_coef * parts["ppo/old_kl_loss"]
-                if settings.entropy_coef > 0:
-                    assert out.entropy is not None
-                    objective = objective - settings.entropy_coef * (weights * out.entropy).sum()
-                if learns:
-                    self._backward(self.policy, objective)
+                        now, out, _ = batch.forward
+                    loss, stats = ppo_policy_loss(
+                        out.logprobs, old, advantages, weights, settings.clip, settings.clip_high, settings.dual_clip,
+                        sequence if settings.ratio == "sequence" else None, shares,
+                    )  # fmt: skip
+                    parts = {"ppo/policy_loss": loss}
+                    objective = loss
+                    if settings.kl.place == "loss":
+                        if settings.kl.estimator == "full":
+                            kl = full_kl(now, self.reference.distribution(pack, temperature))
+                        else:
+                            kl = kl_estimate(out.logprobs, ref, settings.kl.estimator)
+                        parts["ppo/kl_loss"] = (weights * kl).sum()
+                        objective = objective + kl_coef * parts["ppo/kl_loss"]
+                    if settings.old_kl_coef > 0:
+                        parts["ppo/old_kl_loss"] = (weights * kl_estimate(out.logprobs, old, "k3")).sum()
+                        objective = objective + settings.old_kl_coef * parts["ppo/old_kl_loss"]
+                    if settings.entropy_coef > 0:
+                        assert out.entropy is not None
+                        objective = objective - settings.entropy_coef * (weights * out.entropy).sum()
+                if trunk is not None:  # on the hidden states of the policy's forward; in the warm-up they have no gradient
+                    parts["ppo/value_loss"], clipped = self._value_loss(trunk, experience, batch, pack, rows)
+                    reported.add({"ppo/value_clip_fraction": float(clipped)}, 1)
+                    objective = objective + settings.value_coef * parts["ppo/value_loss"]
+            if learns:
+                self._backward(self.policy, objective)
+            elif trunk is not None:
+                self._backward(trunk, objective)
             losses.add({name: float(part.detach()) for name, part in parts.items()}, 1)
             reported.add({f"ppo/{name}": float(value) for name, value in stats._asdict().items()}, 1)
         return losses.sums, reported.sums
 
     def value_gradient(self, experience: Experience, batch: MiniBatch) -> Reported:
         """Backward pass of the critic's loss over one mini-batch."""
-        assert self.critic is not None and experience.values is not None and experience.returns is not None
+        assert self.critic is not None
         losses, reported = Averages(), Averages()
         for pack, rows in batch.packs:
-            weights, shares, old, returns = (
-                x.to(self.critic.device)
-                for x in (*self.weights(batch, rows, experience.rollouts.lengths_by_token), experience.values[rows], experience.returns[rows])
-            )  # fmt: skip
-            values = self.critic.values(pack) if batch.forward is None else batch.forward.values
-            assert values is not None
-            loss, clipped = ppo_value_loss(values, old, returns, weights, self.settings.value_clip, shares)
+            loss, clipped = self._value_loss(self.critic, experience, batch, pack, rows)
             self._backward(self.critic, self.settings.value_coef * loss)
             losses.add({"ppo/value_loss": float(loss.detach())}, 1)
             reported.add({"ppo/value_clip_fraction": float(clipped)}, 1)
         return losses.sums, reported.sums
+
+    def _value_loss(
+        self, critic: Critic, experience: Experience, batch: MiniBatch, pack: Pack, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert experience.values is not None and experience.returns is not None
+        weights, shares, old, returns = (
+            x.to(critic.device)
+            for x in (*self.weights(batch, rows, experience.rollouts.lengths_by_token), experience.values[rows], experience.returns[rows])
+        )  # fmt: skip
+        values = critic.values(pack) if batch.forward is None else batch.forward.values
+        assert values is not None
+        return ppo_value_loss(values, old, returns, weights, self.settings.value_clip, shares)
 
     def ptx_gradient(self, number: int) -> float:
         """The pre-training mix (InstructGPT, eq. 2): the SFT loss on other data, in the same optimizer step `number`."""
@@ -146,6 +163,8 @@ class Updater:
     def discard(self) -> None:
         """Forget the gradients of the optimizer step under way."""
         self.policy.discard_gradients()
+        if self.critic is not None:
+            self.critic.discard_gradients()
         self._spoilt = False
 
     def _backward(self, model: TrainedModel, loss: Tensor) -> None:
