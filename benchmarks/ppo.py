@@ -80,11 +80,13 @@ def turn_settings(
     fields = ("prompts", "samples", "new_tokens", "full_length", "epochs", "method")
     return {
         **{name: getattr(case, name) for name in fields},
+        "longest_prompt": case.prompt_tokens[1],
         "folder": str(folder),
         "precision": system.precision,
         "steps": 1 + options.steps,
         "lr": _LR,
         "micro_batch": min(_MICRO_BATCH, case.answers),
+        "max_tokens": options.max_tokens,
         "pad": prepared["pad"],
         "eos": prepared["eos"],
         "profile": str(options.profile / f"{case.name}-{system.precision}.txt") if options.profile else None,
@@ -135,6 +137,7 @@ class Report:
             "repeat": self.options.repeat,
             "steps": self.options.steps,
             "lr": _LR,
+            "accord_max_tokens": self.options.max_tokens,
             "trl_micro_batch": _MICRO_BATCH,
             "model": str(self.options.model or "SmolLM2-135M-Instruct"),
             "cases": {case.name: asdict(case) for case in self.options.cases},
@@ -148,7 +151,8 @@ class Report:
         say = self.settings()
         lines = [
             f"{say['cpu']}, {say['threads']} threads, load {self.load_before:.1f} before the start; medians over {say['repeat']} turns "
-            f"of {say['steps']} steps; learning rate {_LR:g}; TRL's PPO trains on {_MICRO_BATCH} sequences at a time",
+            f"of {say['steps']} steps; learning rate {_LR:g}",
+            f"at once: Accord computes {self.options.max_tokens:,} tokens; TRL's PPO trains on {_MICRO_BATCH} sequences and reads all, its GRPO all",
             *(describe(result.case) for result in measured),
             *self.versions.values(),
         ]

@@ -1,6 +1,6 @@
 """Accord's side of the PPO benchmark, GRPO included.
 
-settings of rivals.ppo_settings  →  {"steps": [{"seconds", "parts", "tokens"}, …], "reads": [log π, score, value], "versions"}
+settings of ppo.turn_settings  →  {"steps": [{"seconds", "parts", "tokens"}, …], "reads": [log π, score, value], "versions"}
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,27 +22,26 @@ PROFILE_ROWS = 45
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:
     from accord.config import Config
+    from accord.track.environment import git_commits
     from accord.trainers.ppo import PPOTrainer
 
     logging.disable(logging.WARNING)
     folder = Path(settings["folder"])
     prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-    # The trainer wants a data set of its own; the steps below are given their prompts.
-    rows = [{"prompt": f"Prompt {i}"} for i in range(len(prompts["tokens"]))]
-    trainer = PPOTrainer(Config(**configuration(settings)), rows)
-    examples = as_examples(prompts)
+    # The trainer reads conversations; here it is given prompts that are cut to a number of tokens, the same ones in every step.
+    trainer = PPOTrainer(Config(**configuration(settings)), [{"prompt": f"Prompt {i}"} for i in range(settings["prompts"])])
+    trainer.examples = replace(trainer.examples, train=as_examples(prompts))
     reads = read(trainer, prompts["tokens"][0])
     steps = []
-    for number in range(settings["steps"]):
-        last = number == settings["steps"] - 1
-        with profiled(settings.get("profile") if last else None):
-            experience = trainer.make_experience(examples)
-            trainer.update(experience)
-            times = trainer.engine.times.close(len(experience))
-        parts = {part: times[f"time/{part}"] for part in ("generate", "score", "logprob", "train")}
-        parts["generate"] += times["time/gather"]  # renewing the sampler's copies is part of sampling
-        steps.append(step_of(times["time/step"], parts, sum(experience.rollouts.lengths)))
-    versions = f"Accord {version('accord')}, torch {version('torch')}, transformers {version('transformers')}"
+    for number in range(1, settings["steps"] + 1):
+        with profiled(settings["profile"] if number == settings["steps"] else None):
+            metrics = trainer.step(number)
+        parts = {part: metrics[f"time/{part}"] for part in ("generate", "score", "logprob", "train")}
+        parts["generate"] += metrics["time/gather"]  # renewing the sampler's copies is part of sampling
+        answers = settings["prompts"] * settings["samples"]
+        steps.append(step_of(metrics["time/step"], parts, round(metrics["ppo/response_length"] * answers)))
+    commit = git_commits().get("accord", "")[:12]
+    versions = f"Accord {version('accord')} {commit}, torch {version('torch')}, transformers {version('transformers')}"
     return {"steps": steps, "reads": reads, "versions": versions}
 
 
@@ -64,7 +66,7 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": {"path": str(folder / "policy"), "dtype": "bfloat16" if bf16 else "float32"},
         **models,
-        "data": {"holdout": 0.0, "cache": False},
+        "data": {"holdout": 0.0, "cache": False, "max_length": max(64, settings["longest_prompt"])},
         "train": {
             "batch_size": settings["prompts"],
             "max_steps": settings["steps"],
@@ -73,6 +75,7 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
             "warmup_ratio": 0.0,
             "betas": [0.9, 0.999],
             "precision": settings["precision"],
+            "max_tokens": settings["max_tokens"],
         },
         "ppo": {
             **ppo,
@@ -111,22 +114,21 @@ def read(trainer: Any, prompt: list[int]) -> list[float]:
     return reads
 
 
-def profiled(path: str | None) -> Any:
-    """Inside, every operator is recorded (which slows it); the table is written to `path`."""
-    from contextlib import contextmanager, nullcontext
+def profiled(path: str | None) -> AbstractContextManager[None]:
+    """Inside, every operator is recorded (which slows it); the table is written to `path`. None: nothing is."""
+    return nullcontext() if path is None else recording(Path(path))
 
-    if path is None:
-        return nullcontext()
+
+@contextmanager
+def recording(path: Path) -> Iterator[None]:
     from torch.profiler import ProfilerActivity, profile
 
-    @contextmanager
-    def recording() -> Any:
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            yield
-        averages = profiler.key_averages(group_by_input_shape=True)
-        Path(path).write_text(averages.table(sort_by="self_cpu_time_total", row_limit=PROFILE_ROWS, max_name_column_width=60))
-
-    return recording()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        yield
+    averages = profiler.key_averages(group_by_input_shape=True)
+    table = averages.table(sort_by="self_cpu_time_total", row_limit=PROFILE_ROWS, max_name_column_width=60)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(table, encoding="utf-8")
 
 
 if __name__ == "__main__":
