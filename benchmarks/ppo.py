@@ -47,19 +47,21 @@ def main() -> None:
 def measure(case: Case, folder: Path, options: argparse.Namespace, report: Report) -> None:
     settings = {"folder": str(folder), "data": str(options.data), "model": str(options.model) if options.model else None}
     prepared = ask(options.python, "ppo_prepare", {**settings, "case": asdict(case)}, threads=options.threads)
+    report.cpu = prepared["cpu"]
     report.progress(f"{case.name}: {case.prompts} prompts, {prepared['prompt_tokens']:,} tokens")
     result = Result(case)
     report.results.append(result)
     rival = options.trl_ppo_python if case.method == "ppo" else options.trl_python
     taking_turns = systems(options.dtypes, rivals=rival is not None)
-    read: dict[str, list[float]] = {}
-    for _ in range(options.repeat):
+    expected: list[float] | None = None
+    for turn in range(options.repeat):
         for system in list(taking_turns):
             python, worker = options.python, "accord_ppo_worker"
             if system.name == "trl":
                 python, worker = rival, f"trl_{case.method}_worker"
             try:
-                answer = ask(python, worker, turn_settings(case, system, folder, prepared, options), threads=options.threads)
+                told = turn_settings(case, system, folder, prepared, options) | {"seed": 1 + turn}  # other samples in every turn
+                answer = ask(python, worker, told, threads=options.threads)
             except RuntimeError as error:
                 if system == BASELINE or system.name == "accord":
                     raise
@@ -67,7 +69,8 @@ def measure(case: Case, folder: Path, options: argparse.Namespace, report: Repor
                 report.progress(f"{case.name}: {system} does not run: {error}")
                 continue
             if system.precision == "float32":
-                check_same(read.setdefault(case.name, answer["reads"]), answer["reads"], system)
+                expected = expected or answer["reads"]
+                check_same(expected, answer["reads"], system)
             report.versions.setdefault(worker, answer["versions"])
             result.add(system, Turn.read(answer))
             report.turn(result, system)
@@ -113,6 +116,7 @@ class Report:
         self.console = console if console.width >= _WIDTH else Console(width=_WIDTH)  # in a pipe it would be 80
         self.results: list[Result] = []
         self.versions: dict[str, str] = {}
+        self.cpu = ""
         self.load_before = os.getloadavg()[0]
 
     def progress(self, text: str) -> None:
@@ -130,7 +134,7 @@ class Report:
 
     def settings(self) -> dict[str, Any]:
         return {
-            "cpu": cpu_name(),
+            "cpu": self.cpu,
             "threads": self.options.threads,
             "load_before": self.load_before,
             "versions": self.versions,
@@ -211,12 +215,6 @@ def against(value: float, target: float | None, reached: bool) -> str:
     return f"[{'green' if reached else 'red'}]{value:.2f}[/] of {target:.1f}"
 
 
-def cpu_name() -> str:
-    from machine_floor import cpu_name as name  # imports torch: at the end, when nobody is measured
-
-    return name()
-
-
 def parse_options() -> argparse.Namespace:
     import sys
 
@@ -234,6 +232,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=2, help="turns of each system at each case")
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn that are timed, after one that is not")
     parser.add_argument("--threads", type=int, default=threads, help=f"threads of each system (default: {threads})")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="Accord's train.max_tokens: what it computes at once")
     parser.add_argument(
         "--trl-ppo-python", type=Path, help="the Python of TRL 0.24's virtual environment; without it Accord runs alone"
     )
@@ -241,9 +240,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="record the operators of Accord's last step; tables go to this folder")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     options = parser.parse_args()
-    for name in ("repeat", "steps", "threads"):
+    for name in ("repeat", "steps", "threads", "max_tokens"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name}: at least 1")
+            parser.error(f"--{name.replace('_', '-')}: at least 1")
     options.python = Path(sys.executable)
     options.cases = [case for case in CASES if case.name in options.cases]
     return options

@@ -64,6 +64,7 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
         }
     new = settings["new_tokens"]
     return {
+        "run": {"seed": settings["seed"]},
         "model": {"path": str(folder / "policy"), "dtype": "bfloat16" if bf16 else "float32"},
         **models,
         "data": {"holdout": 0.0, "cache": False, "max_length": max(64, settings["longest_prompt"])},

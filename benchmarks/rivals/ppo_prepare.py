@@ -1,6 +1,6 @@
 """Makes what every system reads, once: the four models' folders and the prompts. Runs under Accord's Python.
 
-    {"folder", "case": fields of a Case, "model": folder or null, "data": file}  →  {"pad", "eos", "prompt_tokens"}
+    {"folder", "case": fields of a Case, "model": folder or null, "data": file}  →  {"pad", "eos", "prompt_tokens", "cpu"}
 
 FOLDER/policy is also the reference; FOLDER/reward and FOLDER/critic are classifiers on the policy's backbone with random heads.
 FOLDER/prompts.json holds tokens and texts. A process of its own, so that the one that waits for turns stays small.
@@ -19,6 +19,7 @@ from worker import answer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from base_models import smollm2, tiny_llama
+from machine_floor import cpu_name
 from ppo_cases import TooFewPromptsError, between, exactly, faithful
 
 END_OF_TEXT = "<|endoftext|>"
@@ -48,7 +49,7 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
         raise SystemExit(f"error: {case['name']}: {error}") from error
     texts = [tokenizer.decode(prompt) for prompt in prompts]
     (folder / "prompts.json").write_text(json.dumps({"tokens": prompts, "texts": texts}), encoding="utf-8")
-    return {"pad": tokenizer.pad_token, "eos": tokenizer.eos_token, "prompt_tokens": sum(map(len, prompts))}
+    return {"pad": tokenizer.pad_token, "eos": tokenizer.eos_token, "prompt_tokens": sum(map(len, prompts)), "cpu": cpu_name()}
 
 
 def save_models(folder: Path, name: str, model: Path | None, records: list[Any]) -> Any:

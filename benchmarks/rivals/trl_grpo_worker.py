@@ -55,6 +55,7 @@ def arguments(settings: dict[str, Any], output: str) -> Any:
 
     return GRPOConfig(
         output_dir=output,
+        seed=settings["seed"],
         use_cpu=True,
         bf16=settings["precision"] == "bf16",
         per_device_train_batch_size=settings["prompts"] * settings["samples"],

@@ -69,6 +69,7 @@ def arguments(settings: dict[str, Any], output: str) -> Any:
     answers = settings["prompts"] * settings["samples"]
     return PPOConfig(
         output_dir=output,
+        seed=settings["seed"],
         use_cpu=True,
         bf16=settings["precision"] == "bf16",
         per_device_train_batch_size=settings["micro_batch"],
