@@ -219,6 +219,7 @@ class PPOTrainer:
         averages, began = Averages(), time.perf_counter()
         counts = {"ppo/skipped_minibatches": 0.0, "ppo/stopped_early": 0.0, "ppo/updates": 0.0, "train/tokens": 0.0}
         coef = self.kl_controller.coef
+        flops = 6 if experience.whole is None else 4  # of a token and a parameter: the forward has been made already
         number = (experience.number - 1) * settings.ppo_epochs * settings.mini_batches  # of the optimizer step, for PTX
         for epoch in range(settings.ppo_epochs):
             for responses in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
@@ -258,7 +259,7 @@ class PPOTrainer:
             "ppo/kl_coef": coef,
             "train/lr": self.policy.lr(self.policy.schedule_step) if self.policy.schedule_step else 0.0,
             "train/skipped": float((self.critic or self.policy).skipped),
-            "throughput/train_tflops": 6 * trained * counts["train/tokens"] / max(seconds, 1e-9) / 1e12,
+            "throughput/train_tflops": flops * trained * counts["train/tokens"] / max(seconds, 1e-9) / 1e12,
         }  # fmt: skip
 
     def acting(self, number: int) -> bool:
