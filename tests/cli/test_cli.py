@@ -77,16 +77,31 @@ def test_run_takes_stages_and_the_flags_of_deepspeed_chat(call, calls):
 
 
 def test_the_other_commands_hand_their_arguments_on(call, calls):
-    assert call("generate", "m", "--prompts", "p.jsonl", "--out", "o.jsonl", "generate.temperature=0")[0] == 0
+    assert (
+        call(
+            "generate",
+            "m",
+            "--prompts",
+            "p.jsonl",
+            "--out",
+            "o.jsonl",
+            "--best-of",
+            "4",
+            "--judge",
+            "runs/rm",
+            "generate.temperature=0",
+        )[0]
+        == 0
+    )
     assert call("chat", "m", "--system", "Be brief.", "generate.seed=1")[0] == 0
     assert call("evaluate", "m", "--data", "d", "--metric", "win_rate", "--against", "n", "--judge", "a:b", "--out", "o")[0] == 0
-    assert call("score", "rm", "--data", "d.jsonl", "--out", "s.jsonl", "data.truncate=left")[0] == 0
+    assert call("score", "rm", "--data", "d.jsonl", "--out", "s.jsonl", "--normalized", "data.truncate=left")[0] == 0
     assert call("report", "runs/x")[0] == 0
     assert [entry[:2] for entry in calls.list] == [
-        ("generate", ("m", "p.jsonl", "o.jsonl", ["generate.temperature=0"])),
+        ("generate", ("m", "p.jsonl", "o.jsonl", ["generate.temperature=0"], 4, "runs/rm")),
         ("chat", ("m", ["generate.seed=1"], "Be brief.")),
         ("evaluate", ("m", "d", "win_rate", "n", "a:b", "o", [])),
-        ("score", ("rm", "d.jsonl", "s.jsonl", ["data.truncate=left"])),
+        ("score", ("rm", "d.jsonl", "s.jsonl", ["data.truncate=left"], True)),
         ("report", ("runs/x",)),
     ]
 

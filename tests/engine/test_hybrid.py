@@ -252,8 +252,8 @@ def test_with_the_samplers_log_probabilities_tokens_count_by_a_clipped_importanc
     assert experience.metrics["ppo/importance_weight"] == pytest.approx(float(importance.mean()), abs=1e-5)
     assert experience.metrics["ppo/sampler_logp_diff_max"] == pytest.approx(float((old - sampler).abs().max()), abs=1e-4)
 
-    packs = list(experience.rollouts.packs(range(len(experience)), 256))
-    ppo._policy_gradient(experience, packs, len(old))
+    batch = experience.rollouts.minibatch(range(len(experience)), 256)
+    ppo.updater.policy_gradient(experience, batch, ppo.kl_controller.coef)
     got = {name: parameter.grad.clone() for name, parameter in ppo.policy.parameters.items()}
     ppo.policy.discard_gradients()
     # ρ = 1 before the first update: the surrogate's gradient is that of -Σ w A log π.

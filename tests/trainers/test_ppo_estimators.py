@@ -100,7 +100,7 @@ def test_without_a_critic_none_is_loaded_saved_or_spoken_of(make, monkeypatch, t
     def never(*args, **kwargs):
         raise AssertionError("a critic was loaded")
 
-    monkeypatch.setattr(module, "load_critic", never)
+    monkeypatch.setattr(module, "make_critic", never)
     with make({"ppo": {**GRPO, "advantage": advantage}, "train": {"max_steps": 2}}) as ppo:
         ppo.train()
         tensors, state = ppo.state()
