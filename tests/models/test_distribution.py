@@ -72,3 +72,17 @@ def test_what_does_not_match_is_refused():
         with pytest.raises(ValueError, match="one to one"):
             full_kl(a, other)
     assert full_kl(Distribution(1.0, logits=torch.zeros(0, 5)), Distribution(1.0, logits=torch.zeros(0, 5))).shape == (0,)
+
+
+@pytest.mark.parametrize("width", [64, 1024, 4096])
+def test_entropy_of_logits_far_from_zero_is_as_exact_by_blocks_as_in_one(monkeypatch, width):
+    """With log Σ e^z around 400 the blocks' shares add up to 1 only to some 1e-5, which must not be multiplied by 400."""
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs, "_LEAST_COLUMNS", width)
+    generator = torch.Generator().manual_seed(1)
+    rows, vocabulary = 64, 3000
+    hidden = torch.eye(rows).requires_grad_()
+    weight = (torch.randn(vocabulary, rows, generator=generator) + 400).requires_grad_()
+    found = logprobs.chunked_logprobs(hidden, weight, None, torch.zeros(rows, dtype=torch.long), entropy=True).entropy
+    logp = (hidden.detach() @ weight.detach().T).double().log_softmax(-1)
+    assert torch.allclose(found.double(), -(logp.exp() * logp).sum(-1), rtol=0, atol=3e-4)

@@ -101,7 +101,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 expected.append((torch.softmax(z, dim=-1) * z).sum(-1))
         of_block = torch.stack(parts)
         lse = torch.logsumexp(of_block, dim=0)
-        entropies = lse - ((of_block - lse).exp() * torch.stack(expected)).sum(0) if entropy else total.new_empty(0)
+        # The difference is taken before it is weighted: the blocks' shares add up to 1 only to |lse|'s rounding.
+        entropies = ((of_block - lse).exp() * (lse - torch.stack(expected))).sum(0) if entropy else total.new_empty(0)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
         ctx.kept = kept
         ctx.options = (temperature, entropy, mean, dtype)
