@@ -85,6 +85,17 @@ def test_the_wrong_count_is_refused():
         combine([Short()], [sample(), sample()])
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_score_that_float32_cannot_hold_is_refused(per_token):
+    """It would be an infinite reward (or, of a list, a sum that overflows), and the error would speak of the learning rate."""
+    value, limit = ([1e308, 1e308], 1.7e38) if per_token else (1e38, 3e37)
+    source = FunctionReward(lambda response, value=value: value, name="f", weight=10.0, per_token=per_token)
+    with pytest.raises(AccordError, match=r"reward f gave 1e\+(38|308) for the sample .* weight 10 .* float32"):
+        combine([source], [tokens_of("ab")])
+    held = FunctionReward(lambda response: [limit, -limit] if per_token else limit, weight=2.0, per_token=per_token)
+    assert combine([held], [tokens_of("ab")]).sums == [0.0 if per_token else 2 * limit]
+
+
 def test_sources_are_added_by_weight_and_reported_one_by_one():
     sources = [
         FunctionReward(lambda response: len(response), weight=0.5, name="length"),

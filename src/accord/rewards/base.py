@@ -14,6 +14,8 @@ from accord.errors import AccordError
 
 log = logging.getLogger(__name__)
 
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards are counted
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -83,7 +85,8 @@ class ScoreBoard:
 def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
     """Ask every source about every sample and add their scores up by weight.
 
-    Raises AccordError when a source gives the wrong count or a number that is not finite: a score is never made up.
+    Raises AccordError when a source gives the wrong count, or a number that is not finite or too large to be learned from: a score is
+    never made up.
     """
     names = [source.name for source in sources]
     if len(set(names)) < len(names):
@@ -104,13 +107,13 @@ def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
                         f"reward {source.name} gave {len(scores)} numbers for the {len(summed)} tokens of the sample {sample.name}."
                     )
                 for t, score in enumerate(scores):
-                    summed[t] += source.weight * _finite(source, score, sample)
+                    summed[t] += _weighted(source, score, sample)
             by_source[source.name] = [math.fsum(scores) for scores in lists]
         else:
             own = source.score(samples)
             _check_count(source, len(own), samples)
             for i, (sample, score) in enumerate(zip(samples, own, strict=True)):
-                total[i] += source.weight * _finite(source, score, sample)
+                total[i] += _weighted(source, score, sample)
             by_source[source.name] = list(own)
         failures += getattr(source, "failures", 0) - before
     return ScoreBoard(total, by_source, failures, per_token)
@@ -121,10 +124,16 @@ def _check_count(source: Source, count: int, samples: Sequence[Sample]) -> None:
         raise AccordError(f"reward {source.name} gave {count} scores for {len(samples)} samples.")
 
 
-def _finite(source: Source, score: float, sample: Sample) -> float:
+def _weighted(source: Source, score: float, sample: Sample) -> float:
     if not math.isfinite(score):
         raise AccordError(f"reward {source.name} gave {score} for the sample {sample.name}; expected a finite number.")
-    return score
+    weighted = source.weight * score
+    if not abs(weighted) <= LARGEST:
+        raise AccordError(
+            f"reward {source.name} gave {score:g} for the sample {sample.name}, which with its weight {source.weight:g} is beyond "
+            f"±{LARGEST:.2g}: float32 has no such number. Limit it at its source, or lower the weight."
+        )
+    return weighted
 
 
 class Fallback:
