@@ -110,7 +110,7 @@ def sft(config: ConfigArgument = None, overrides: Overrides = None) -> None:
 
 @app.command()
 def reward(config: ConfigArgument = None, overrides: Overrides = None) -> None:
-    """Train a reward model on preferences or scores."""
+    """Train a reward model on pairs, rankings or scores."""
     _run_stage("reward", config, overrides)
 
 

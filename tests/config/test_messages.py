@@ -60,6 +60,7 @@ def refused(path: Path, text: str, name: str = "mine.yaml") -> list[str]:
         ("data.columns=[a]", "data.columns: expected a mapping, got ['a']."),
         ("data.format=alpacca", "data.format: expected one of messages, hh, alpaca, sharegpt, chatllama, rm-static, ultrafeedback, shp, webgpt, summarize, text or auto, got 'alpacca'. Did you mean alpaca?"),
         ("stages={sfft: {}}", "stages.sfft: no such stage. The stages are sft, reward, dpo, ppo."),
+        ("dpo.loss_weights={kto: 0.8, ipo: 0.2}", "dpo.loss_weights.kto: dpo.loss_weights has no such entry: expected sigmoid, ipo, hinge or robust."),
         ("stages.sft.train.lrr=1", "stages.sft.train.lrr: no such key. Did you mean train.lr?"),
         ("stages.sft.train.lr=fast", "stages.sft.train.lr: expected a number greater than 0 or null, got 'fast'."),
         ("stages.sft.trian={lr: 1}", "stages.sft.trian: no such key. Did you mean train?"),

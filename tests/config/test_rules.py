@@ -50,6 +50,7 @@ def test_a_secret_is_not_repeated_by_its_refusal():
         (None, {"dpo": {"loss_type": "simpo", "orpo_lambda": 0.5}}, "Leave it out, or use dpo.loss_type=orpo", {"dpo": {"loss_type": "orpo", "orpo_lambda": 0.5}}),
         (None, {"dpo": {"loss_type": "orpo", "beta": 0.5}}, "dpo.orpo_lambda weighs", {"dpo": {"loss_type": "orpo", "beta": 0.1}}),
         (None, {"dpo": {"rpo_alpha": 0}}, "expected a number greater than 0 or null", {"dpo": {"loss_type": "simpo", "rpo_alpha": 0.5}}),
+        ("dpo", {"dpo": {"loss_type": "simpo"}, "reference": {"precompute": True}}, "Leave it out, or use dpo.loss_type=sigmoid", {"reference": {"precompute": True}}),
         ("dpo", {"dpo": {"loss_type": "simpo"}, "model": {"path": "a"}, "reference": {"path": "b"}}, "needs no reference", {"dpo": {"loss_type": "hinge"}, "model": {"path": "a"}, "reference": {"path": "b"}}),
         ("dpo", {"dpo": {"loss_type": "orpo"}, "reference": {"dtype": "bfloat16"}}, "stages.ppo.reference.dtype", {"dpo": {"loss_type": "orpo"}, "stages": {"ppo": {"reference": {"dtype": "bfloat16"}}}}),
         ("dpo", {"dpo": {"loss_type": "orpo"}, "reference": {"path": "b"}, "model": {"path": "a"}}, "reference.path: does nothing", {"dpo": {"loss_type": "orpo"}, "model": {"path": "a", "dtype": "bfloat16"}}),

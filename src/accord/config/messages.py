@@ -96,7 +96,10 @@ def _refusal(item: Any, values: Any) -> Refusal:
     if kind == "extra_forbidden" or (kind == "invalid_key"):
         return Refusal(path, unknown(path, values))
     if kind == "literal_error" and item["loc"][-1:] == ("[key]",):
-        return Refusal(path, f"no such stage. The stages are {', '.join(keys.stage_names())}.")
+        if path[:1] == ("stages",):
+            return Refusal(path, f"no such stage. The stages are {', '.join(keys.stage_names())}.")
+        names = item["ctx"]["expected"].replace("'", "")  # pydantic's: 'sigmoid', 'ipo' or 'robust'
+        return Refusal(path, f"{dotted(path[:-1])} has no such entry: expected {names}.")
     if kind == "missing":
         return Refusal(path, f"is needed. {keys.description(path, values)}".rstrip())
     if kind in ("union_tag_not_found", "union_tag_invalid"):

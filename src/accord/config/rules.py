@@ -190,11 +190,12 @@ def a_loss_without_a_reference_is_given_none(config: Config) -> Iterator[Refusal
         ("dtype", reference.dtype != model.dtype),
         ("precompute", reference.precompute),
     ):
-        if differs:
+        if differs:  # PPO's stage of a pipeline may have use for all but precompute
+            elsewhere = "" if key == "precompute" else f" (in a pipeline give it to its stage: stages.ppo.reference.{key})"
             yield Refusal(
                 ("reference", key),
-                f"does nothing with dpo.loss_type={config.dpo.loss_type}, which needs no reference. Leave it out (in a pipeline "
-                f"give it to its stage: stages.ppo.reference.{key}), or use dpo.loss_type=sigmoid.",
+                f"does nothing with dpo.loss_type={config.dpo.loss_type}, which needs no reference. Leave it out{elsewhere}, "
+                "or use dpo.loss_type=sigmoid.",
             )
 
 
