@@ -122,7 +122,8 @@ def test_a_damaged_file_is_told_and_computed_again(tiny_folder, tmp_path, cache,
     _, first = run(tiny_folder("llama"), tmp_path / "a")
     files = sorted(cache.iterdir())
     good = files[0].read_bytes()
-    for damage in (b"", good[:-3], b"nonsense" * 20):
+    one_bit = good[:-1] + bytes([good[-1] ^ 1])  # of an exponent: a finite number, 10^4 times too large or more
+    for damage in (b"", good[:-3], b"nonsense" * 20, one_bit):
         files[0].write_bytes(damage)
         caplog.clear()
         with caplog.at_level(logging.WARNING):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accord.data.dataset import Example, cache_folder
@@ -166,10 +166,12 @@ def _kept(path: Path, sequences: int) -> Tensor | None:
     if not path.is_file():
         return None
     try:
-        logps = load_file(path)["logps"]
-    except (OSError, SafetensorError, KeyError):
-        logps = torch.zeros(0)
-    if logps.dtype == torch.float64 and logps.shape == (sequences,) and bool(torch.isfinite(logps).all()):
+        with safe_open(path, "pt") as file:
+            logps, checksum = file.get_tensor("logps"), (file.metadata() or {}).get("blake2b")
+    except (OSError, SafetensorError):
+        logps, checksum = torch.zeros(0), None
+    # A wrong bit leaves a number that looks like any other: only the checksum tells.
+    if logps.dtype == torch.float64 and logps.shape == (sequences,) and checksum == _checksum(logps):
         return logps
     log.warning("%s is damaged: these log-probabilities are computed again.", path)
     return None
@@ -184,13 +186,17 @@ def _keep(path: Path, logps: Tensor) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=".reference-", dir=path.parent)
         os.close(handle)
-        save_file({"logps": logps.contiguous()}, temporary)
+        save_file({"logps": logps.contiguous()}, temporary, metadata={"blake2b": _checksum(logps)})
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         if temporary is not None:
             with suppress(OSError):
                 os.unlink(temporary)
         log.warning("%s can't be written (%s): the reference is computed again next time.", path, error)
+
+
+def _checksum(logps: Tensor) -> str:
+    return hashlib.blake2b(logps.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def weights_fingerprint(module: nn.Module) -> str:
