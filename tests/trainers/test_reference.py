@@ -185,3 +185,20 @@ def test_it_is_refused_where_nothing_can_be_computed_before():
         Config(model={"path": "m"}, reward_model={"path": "r"}, reference={"precompute": True}).for_stage("ppo")
     with pytest.raises(ConfigError, match=r"does nothing with dpo\.loss_type=simpo"):
         Config(model={"path": "m"}, reference={"precompute": True}, dpo={"loss_type": "simpo", "beta": 2.0}).for_stage("dpo")
+
+
+def test_a_run_does_not_go_on_against_another_reference(tiny_folder, tmp_path):
+    """Its second half would silently be measured against a model that has nothing to do with its start."""
+    changes = {"train": {"max_steps": 4}, "checkpoint": {"every_steps": 2}, "reference": {"precompute": True}}
+    changed = tmp_path / "model"
+    shutil.copytree(tiny_folder("llama"), changed)
+    first = trainer("dpo", changed, tmp_path / "run", changes)
+    step = first.step
+    first.step = lambda number: step(number) if number < 4 else pytest.fail("killed")
+    with pytest.raises(pytest.fail.Exception, match="killed"):
+        first.train()
+    shutil.copy(tiny_folder("llama", seed=5) / "model.safetensors", changed)
+    with pytest.raises(ConfigError, match="has other weights than when this run began"):
+        trainer("dpo", changed, tmp_path / "run", changes).train()
+    shutil.copy(tiny_folder("llama") / "model.safetensors", changed)
+    trainer("dpo", changed, tmp_path / "run", changes).train()

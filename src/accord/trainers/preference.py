@@ -17,6 +17,7 @@ from accord.data.loader import BatchOrder
 from accord.data.needs import need_of
 from accord.data.packing import Pack, pack_trees
 from accord.engine.trained import TrainedModel
+from accord.errors import ConfigError
 from accord.models.load import load_causal
 from accord.track.run import RunFolder
 from accord.trainers.common import (
@@ -163,9 +164,17 @@ class DPOTrainer:
         return self.order.epoch(step)
 
     def state(self) -> tuple[dict, dict]:
-        return self.model.state_tensors(), self.model.state()
+        asked = {"reference": self.reference.weights} if self.reference is not None and self.reference.weights is not None else {}
+        return self.model.state_tensors(), self.model.state() | asked
 
     def load_state(self, tensors: dict, state: dict) -> None:
+        """Raises ConfigError where the reference that was asked before training is another model by now."""
+        if self.reference is not None and state.get("reference", self.reference.weights) != self.reference.weights:
+            path = self.config.reference.path or self.config.model.path
+            raise ConfigError(
+                f"{path}, the reference, has other weights than when this run began. Put the old ones back to go on, or start afresh "
+                "with run.overwrite=true."
+            )
         self.model.load_state(tensors, state)
 
     def save(self, folder: Path) -> None:

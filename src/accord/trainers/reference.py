@@ -68,6 +68,7 @@ class Reference:
         """`model` must still be what training starts from. Raises ConfigError for a reference that can't be loaded."""
         self.model, self.frozen = model, None
         self.max_tokens = config.train.max_tokens
+        self.weights: str | None = None  # with precompute: the fingerprint of the model that was asked
         self.examples: dict[Split, Sequence[Example]] = {"train": train, "valid": valid}
         self.tables: dict[Split, Table] = {}
         self.is_the_start = config.reference.path in (None, config.model.path)
@@ -85,7 +86,8 @@ class Reference:
             module = self.frozen.module if self.frozen is not None else module
         else:  # trained weights are float32: before its first step the policy is the reference to the bit, and no other is loaded
             read = self._read_policy
-        key = f"{weights_fingerprint(module)} {config.train.precision} {self.max_tokens}"
+        self.weights = weights_fingerprint(module)
+        key = f"{self.weights} {config.train.precision} {self.max_tokens}"
         folder = cache_folder() / "reference" if config.data.cache else None
         for split, examples in self.examples.items():
             self.tables[split] = _precompute(read, examples, self.max_tokens, key, folder)
