@@ -88,7 +88,10 @@ def test_prompts_in_training_and_validation_are_counted(run: Any, tmp_path: Path
 
 def test_too_few_rows_and_too_small_packs_are_errors(run: Any, tmp_path: Path) -> None:
     code, text = run(data={"train": write(tmp_path / "a.jsonl", pairs(3))})
-    assert code == 2 and "fewer than one batch (train.batch_size=4)" in text
+    assert (
+        code == 2
+        and "2 training examples are fewer than one batch (train.batch_size=4). Add data or set train.batch_size to 2" in text
+    )
     rows = [{"prompt": "q", "chosen": "good " * 10, "rejected": "bad " * 10}, *pairs(9)]  # each answer fits, both together don't
     code, text = run(
         data={"train": write(tmp_path / "a.jsonl", rows), "max_length": 80}, train={"batch_size": 2, "max_tokens": 80}

@@ -226,7 +226,10 @@ def _judge_overlap(result: Check) -> None:
 def _judge_sizes(result: Check, limits: Limits) -> None:
     remaining = len(result.train.keys) - result.held
     if remaining < limits.batch_size:
-        result.errors.append(f"{remaining:,} training examples are fewer than one batch (train.batch_size={limits.batch_size:,})")
+        result.errors.append(
+            f"{remaining:,} training examples are fewer than one batch (train.batch_size={limits.batch_size:,}). "
+            f"Add data or set train.batch_size to {max(remaining, 1):,} or less."
+        )
     if result.unit == "tokens" and result.need != "prompt":
         parts = [part.sizes for part in (result.train, result.valid) if part is not None]
         largest = max((int(sizes.max()) for sizes in parts if len(sizes)), default=0)
