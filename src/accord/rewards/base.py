@@ -156,6 +156,22 @@ class Fallback:
         return self.value
 
 
+class MayFail:
+    """A source that can fail on a sample. It sets `_fallback` and scores through it; the trainer reads these two."""
+
+    _fallback: Fallback
+
+    @property
+    def fallback(self) -> float | None:
+        """What counts instead; None: the run stops."""
+        return self._fallback.value
+
+    @property
+    def failures(self) -> int:
+        """Samples that were scored with the fallback so far."""
+        return self._fallback.count
+
+
 def as_number(value: Any) -> float:
     """A finite float. Raises ValueError that says what `value` is, to follow "gave"."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # NumPy's and torch's numbers

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from accord.errors import AccordError, ConfigError
-from accord.rewards.base import Fallback, Sample, as_number, short
+from accord.rewards.base import Fallback, MayFail, Sample, as_number, short
 from accord.rewards.waiting import OPEN, Background, Stalled, within
 
 ARGUMENTS = ("prompt", "response", "reference", "meta", "messages", "truncated", "tokens")
@@ -67,7 +67,7 @@ def load_function(path: str, key: str = "ppo.rewards") -> Callable[..., Any]:
     return function
 
 
-class FunctionReward:
+class FunctionReward(MayFail):
     """Scores by calling a Python function once a sample; calls of an async function, `concurrency` at once.
 
     A call that raises, takes longer than `timeout` seconds, or gives no finite number (with `per_token`: a list of one for each
@@ -107,14 +107,6 @@ class FunctionReward:
         self.concurrency = concurrency or CONCURRENCY
         self._background = Background()
         self._fallback = Fallback(fallback)
-
-    @property
-    def fallback(self) -> float | None:
-        return self._fallback.value
-
-    @property
-    def failures(self) -> int:
-        return self._fallback.count
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
         """One number a sample; of a per-token function the sum of each list."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from accord.errors import AccordError, ConfigError
-from accord.rewards.base import Fallback, Sample, as_number, short
+from accord.rewards.base import Fallback, MayFail, Sample, as_number, short
 
 Key = tuple[tuple[tuple[str, str], ...], str]  # ((role, text) of each message, response), white space around texts removed
 
 
-class HumanReward:
+class HumanReward(MayFail):
     """The mean of the scores that people gave to the response; what nobody judged raises AccordError, or counts as the `fallback`.
 
     The file is read once. Raises ConfigError at construction when it cannot be read, naming the line.
@@ -37,14 +37,6 @@ class HumanReward:
         self.path, self.weight, self.name, self.key = Path(path).expanduser(), weight, name, key
         self.judgements = read_judgements(self.path, f"{key}.path")
         self._fallback = Fallback(fallback)
-
-    @property
-    def fallback(self) -> float | None:
-        return self._fallback.value
-
-    @property
-    def failures(self) -> int:
-        return self._fallback.count
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
         return [self._one(sample) for sample in samples]

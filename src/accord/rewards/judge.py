@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accord.errors import AccordError, ConfigError
-from accord.rewards.base import Fallback, Sample, short
+from accord.rewards.base import Fallback, MayFail, Sample, short
 from accord.rewards.http import Endpoint, RequestFailed, secret
 from accord.rewards.texts import check_template, fill
 from accord.rewards.waiting import Background
@@ -61,7 +61,7 @@ def read_score(reply: str, low: float, high: float) -> float:
     return number
 
 
-class JudgeReward:
+class JudgeReward(MayFail):
     """Scores that a language model gives, one request a sample, several at once.
 
     A request that fails for good (as in `RemoteReward`), and a reply from which no score can be read, raise AccordError naming the
@@ -97,14 +97,6 @@ class JudgeReward:
         self.concurrency, self.weight, self.name, self.key = concurrency, weight, name, key
         self._background = Background()
         self._fallback = Fallback(fallback)
-
-    @property
-    def fallback(self) -> float | None:
-        return self._fallback.value
-
-    @property
-    def failures(self) -> int:
-        return self._fallback.count
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
         calls = [lambda sample=sample: self._ask(sample) for sample in samples]

@@ -10,7 +10,7 @@ import regex
 
 from accord.algorithms.repetition import repeated_ngrams
 from accord.errors import AccordError
-from accord.rewards.base import Fallback, Sample, short
+from accord.rewards.base import Fallback, MayFail, Sample, short
 
 
 class LengthReward:
@@ -45,7 +45,7 @@ class RepetitionReward:
         return [0.0 - repeated_ngrams(sample.response_ids, self.ngram) for sample in samples]
 
 
-class FormatReward:
+class FormatReward(MayFail):
     """1 where the response's text has the wanted form, else 0.
 
     The form is a regular expression that matches the whole text (`match` full) or some part of it (search), or, without a `pattern`,
@@ -68,14 +68,6 @@ class FormatReward:
         self.match, self.timeout = match, timeout
         self.weight, self.name, self.key = weight, name, key
         self._fallback = Fallback(fallback)
-
-    @property
-    def fallback(self) -> float | None:
-        return self._fallback.value
-
-    @property
-    def failures(self) -> int:
-        return self._fallback.count
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
         return [self._one(sample) for sample in samples]

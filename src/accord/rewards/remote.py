@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accord.errors import AccordError
-from accord.rewards.base import Fallback, Sample, as_number, short
+from accord.rewards.base import Fallback, MayFail, Sample, as_number, short
 from accord.rewards.http import Endpoint, RequestFailed, jsonable, secret
 from accord.rewards.waiting import Background
 
 
-class RemoteReward:
+class RemoteReward(MayFail):
     """Scores that a service gives, asked in batches, several at once.
 
     No answer, 408, 429 and 5xx are tried again at growing distances. What remains, any other status, and an answer that is not one
@@ -44,14 +44,6 @@ class RemoteReward:
         self.weight, self.name, self.key = weight, name, key
         self._background = Background()
         self._fallback = Fallback(fallback)
-
-    @property
-    def fallback(self) -> float | None:
-        return self._fallback.value
-
-    @property
-    def failures(self) -> int:
-        return self._fallback.count
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
         batches = [samples[i : i + self.batch_size] for i in range(0, len(samples), self.batch_size)]
