@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 COLORS = ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c", "#0b7285", "#a61e4d")
@@ -56,7 +57,8 @@ def main() -> None:
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=8)
-    figure.savefig(arguments.out, format="svg", metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none"}):  # text stays text: smaller, and it can be searched
+        figure.savefig(arguments.out, format="svg", metadata={"Date": None})
     text = arguments.out.read_text(encoding="utf-8")
     arguments.out.write_text(re.sub(r"[ \t]+\n", "\n", text), encoding="utf-8")  # matplotlib leaves spaces at line ends
 
