@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accord.data.loader import BatchOrder
-from accord.data.packing import first_fit_decreasing, karmarkar_karp, make_pack, pack_trees
+from accord.data.packing import PACKED_AT_ONCE, first_fit_decreasing, karmarkar_karp, make_pack, pack_trees
 from accord.data.trees import branching, single
 from accord.errors import DataError
 
@@ -152,3 +152,13 @@ def test_sums_over_a_sequence_are_float64():
     values[1999] = -1.0
     exact = np.float64(1e8) * 1999 - 1.0
     assert pack.sum_by_sequence(values)[0].item() == exact
+
+
+def test_many_trees_are_packed_in_runs_and_keep_their_numbers():
+    forest = [single([3] * (1 + i % 7), [True] * (1 + i % 7)) for i in range(PACKED_AT_ONCE + 300)]
+    packs = pack_trees(forest, 64)
+    assert sorted(i for pack in packs for i in pack.tree_index) == list(range(len(forest)))
+    assert all(pack.trees[0] is forest[pack.tree_index[0]] and len(pack) <= 64 for pack in packs)
+    first = pack_trees(forest[:PACKED_AT_ONCE], 64)
+    assert [pack.tree_index for pack in packs[: len(first)]] == [pack.tree_index for pack in first]
+    assert min(packs[len(first)].tree_index) >= PACKED_AT_ONCE

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PACKED_AT_ONCE = 512  # trees
+
+
 @dataclass(frozen=True)
 class Pack:
     """Trees laid end to end in one row of T tokens.
@@ -180,7 +183,8 @@ def _balanced(sizes: Sequence[int], bins: list[list[int]]) -> list[list[int]]:
 def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[Pack]:
     """As few packs of at most `max_tokens` tokens as first-fit decreasing needs, then evened out: the largest decides the peak of memory.
 
-    A tree is never split. The result depends on nothing but the arguments.
+    A tree is never split. More than `PACKED_AT_ONCE` trees are packed in runs of so many, since evening out takes time that grows with
+    the square of their number. The result depends on nothing but the arguments.
 
     Raises DataError when a tree alone is larger than the budget.
     """
@@ -191,5 +195,11 @@ def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[Pack]:
             f"an example needs {sizes[largest]:,} tokens (its prompt and all its answers) but train.max_tokens is {max_tokens:,}. "
             f"Raise train.max_tokens to {sizes[largest]:,} or lower data.max_length."
         )
-    bins = first_fit_decreasing(sizes, max_tokens)
-    return [make_pack([trees[i] for i in b], b) for b in (_balanced(sizes, bins) if len(bins) > 1 else bins)]
+    packs = []
+    for start in range(0, len(sizes), PACKED_AT_ONCE):
+        run = sizes[start : start + PACKED_AT_ONCE]
+        bins = first_fit_decreasing(run, max_tokens)
+        for members in _balanced(run, bins) if len(bins) > 1 else bins:
+            numbers = [start + i for i in members]
+            packs.append(make_pack([trees[i] for i in numbers], numbers))
+    return packs

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accord.data.dataset import Example, Examples, corpus, load_examples
 from accord.data.needs import Need
-from accord.data.packing import Pack, pack_trees
+from accord.data.packing import PACKED_AT_ONCE, Pack, pack_trees
 from accord.data.template import ConversationEncoder
 from accord.engine.trained import StepInfo, TrainedModel
 from accord.errors import ConfigError, DataError
@@ -26,7 +26,7 @@ from accord.models.save import save_adapter, save_model
 if TYPE_CHECKING:
     from accord.config import Config
 
-READ_AT_ONCE = 512  # examples
+READ_AT_ONCE = PACKED_AT_ONCE  # examples
 
 
 def load_data(
