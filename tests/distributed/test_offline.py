@@ -23,7 +23,9 @@ def jobs(model: Any, run: Any, **train: Any) -> list[dict[str, Any]]:
 
 
 def assert_alike(found: dict[str, Any], wanted: dict[str, Any], exact: float = 1e-5) -> None:
-    for one, other in zip([found["before"], *found["steps"], found["after"]], [wanted["before"], *wanted["steps"], wanted["after"]], strict=True):
+    for one, other in zip(
+        [found["before"], *found["steps"], found["after"]], [wanted["before"], *wanted["steps"], wanted["after"]], strict=True
+    ):
         assert one.keys() == other.keys()
         for name in one:
             if name not in ("train/pack_fill",):  # there are more packs, so that all have some

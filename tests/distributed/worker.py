@@ -19,7 +19,9 @@ def do(job: dict[str, Any]) -> Any:
     return globals()[arguments.pop("do")](**arguments)
 
 
-def offline(kind: str, model: str, run: str, changes: dict[str, Any], steps: int, train: int = 7, valid: int = 3) -> dict[str, Any]:
+def offline(
+    kind: str, model: str, run: str, changes: dict[str, Any], steps: int, train: int = 7, valid: int = 3
+) -> dict[str, Any]:
     """Steps of SFT, reward or DPO on `train` rows, and the evaluations before and after."""
     from tests.trainers.runs import STAGES, trainer
 

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 def run_stage(stage: str, config: Config) -> None:
     """Train one stage and say where its model is."""
     _quiet()
-    from accord.pipeline import train_stage
-
     from accord.engine.ranks import join
+    from accord.pipeline import train_stage
 
     config = config.for_stage(stage)
     summary = train_stage(stage, config)
@@ -29,7 +28,6 @@ def run_pipeline(config: Config) -> None:
     """Train the stages one after the other, print the judge's table if there is a judge, and say how to go on."""
     _quiet()
     from accord import pipeline
-
     from accord.engine.ranks import join
 
     result = pipeline.run_pipeline(config)
