@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 
 from accord.engine.ranks import join
+from accord.errors import Interrupted
 from accord.models.sharded import whole
 
 
@@ -41,6 +45,26 @@ def ppo(model: str, run: str, changes: dict[str, Any], steps: int = 2) -> dict[s
         curve = [t.step(step) for step in range(1, steps + 1)]
         sums = summary(t.policy) | ({} if t.critic is None else {f"critic {n}": p for n, p in summary(t.critic).items()})
         return {"before": before, "steps": curve, "after": t.evaluate(steps), "weights": sums}
+
+
+def train(kind: str, model: str, run: str, changes: dict[str, Any], stop_at: int | None = None) -> dict[str, Any]:
+    """A whole run, or one that the last process of the group is told to stop in step `stop_at`."""
+    from tests.trainers import ppo_setup, runs
+
+    make = ppo_setup.trainer if kind == "ppo" else functools.partial(runs.trainer, kind)
+    with make(Path(model), Path(run), changes) as t:
+        step = t.step
+
+        def told(number: int) -> dict[str, float]:
+            if number == stop_at and join().rank == join().world - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(number)
+
+        t.step = told
+        try:
+            return {"summary": t.train()}
+        except Interrupted as error:
+            return {"interrupted": str(error)}
 
 
 def summary(model: Any) -> dict[str, list[float]]:
