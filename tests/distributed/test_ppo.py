@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from accord.data.template import ConversationEncoder
+from accord.models.scratch import train_tokenizer
+from tests.conftest import TEXTS, build_tiny
 from tests.distributed.group import Job, alone, answers, assert_alike, set_shard
 from tests.trainers.runs import demonstrations, trainer
 
@@ -46,7 +49,7 @@ def test_two_processes_improve_as_one_does_and_wait_for_each_other(tiny_folder, 
 
 
 @pytest.mark.slow
-def test_every_objective_and_every_critic_is_divided_alike(tiny_folder, reward_run, tmp_path):
+def test_every_objective_and_every_critic_is_divided_alike(tiny_folder, reward_run, other_tokenizer, tmp_path):
     scored = {"ppo": {"rewards": [{"type": "model"}]}, "reward_model": {"path": str(reward_run)}}
     two_sources = {"ppo": {"rewards": [{"type": "model"}, {"type": "length", "min_tokens": 3, "max_tokens": 9, "weight": 0.1}]}}
     ptx = tmp_path / "ptx.jsonl"
@@ -61,6 +64,7 @@ def test_every_objective_and_every_critic_is_divided_alike(tiny_folder, reward_r
         {**scored, **two_sources},
         {**scored, "model": {"lora": {"rank": 4}}},
         {"ppo": {"ptx_coef": 0.5, "ptx_data": str(ptx)}},
+        {"critic": {"path": str(other_tokenizer)}},  # stays whole
     ]
     compare([job(tiny_folder("llama"), tmp_path, changes) for changes in which], tmp_path / "group")
 
@@ -71,3 +75,14 @@ def reward_run(tiny_folder, tmp_path_factory) -> Any:
     with trainer("reward", tiny_folder("llama"), run, {"train": {"max_steps": 2}}) as t:
         t.train()
     return run
+
+
+@pytest.fixture(scope="module")
+def other_tokenizer(tmp_path_factory) -> Any:
+    """A model that reads other tokens, and writes conversations in another template."""
+    folder = tmp_path_factory.mktemp("other")
+    tokenizer = train_tokenizer(TEXTS[:2], 300)
+    ConversationEncoder(tokenizer, "human-assistant")
+    build_tiny("gpt2", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
