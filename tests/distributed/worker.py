@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,26 @@ def offline(
         return {"before": before, "steps": curve, "after": t.evaluate(steps), "weights": summary(t.model)}
 
 
+def spoilt(model: str, run: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of SFT; in the second one the last process meets a loss that is no number."""
+    from tests.trainers.runs import demonstrations, trainer
+
+    with trainer("sft", Path(model), Path(run), changes, demonstrations(8), demonstrations(2)) as t:
+        found = [t.step(1)]
+        before, read = summary(t.model), t.model.token_logprobs
+
+        def nothing(pack: Any, **options: Any) -> Any:
+            out = read(pack, **options)
+            return replace(out, logprobs=out.logprobs * math.nan) if join().rank == join().world - 1 else out
+
+        t.model.token_logprobs = nothing
+        found.append(t.step(2))
+        assert summary(t.model) == before
+        t.model.token_logprobs = read
+        found.append(t.step(3))
+        return {"skipped": [m["train/skipped"] for m in found], "norms": [m["train/grad_norm"] for m in found]}
+
+
 def ppo(model: str, run: str, changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     """Iterations of PPO on answers that it samples, with the evaluations before and after."""
     from tests.trainers.ppo_setup import PROMPTS, trainer
@@ -50,8 +71,6 @@ def ppo(model: str, run: str, changes: dict[str, Any], steps: int = 2) -> dict[s
 
 def uneven_answers(model: str, run: str, changes: dict[str, Any]) -> dict[str, Any]:
     """A step of PPO where the answers to the prompts of even number, those of the first process, have one token, the others 40."""
-    from dataclasses import replace
-
     from tests.trainers.ppo_setup import trainer
 
     with trainer(Path(model), Path(run), {**changes, "generate": {"max_new_tokens": 40}}) as t:
