@@ -80,7 +80,6 @@ def test_keys_of_what_is_not_built_are_unknown():
     for key in (
         "launch",
         "data.workers",
-        "train.offload",
     ):
         with pytest.raises(ConfigError, match="no such key"):
             load_config(None, [f"{key}=1"])

@@ -49,13 +49,9 @@ def test_two_processes_learn_what_one_learns(three, tmp_path):
 
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_in_one_process_skips_the_step_of_all(tiny_folder, tmp_path):
-    one = {
-        "do": "spoilt",
-        "model": str(tiny_folder("llama")),
-        "run": str(tmp_path / "run"),
-        "changes": {"train": {**TRAIN, "on_nonfinite": "skip"}},
-    }
-    jobs = [{**set_shard(one, shard)} for shard in ("never", "always")]
+    changes = {"data": {"max_length": 60}, "train": {**TRAIN, "on_nonfinite": "skip"}}
+    one = {"do": "spoilt", "model": str(tiny_folder("llama")), "run": str(tmp_path / "run"), "changes": changes}
+    jobs = [set_shard(one, shard) for shard in ("never", "always")]
     for jobs_of_a_process in answers(2, jobs, tmp_path / "group"):
         for found in jobs_of_a_process:
             assert found["skipped"] == [0, 1, 1] and math.isnan(found["norms"][1]) and found["norms"][2] > 0
