@@ -11,8 +11,9 @@ from typing import Any
 from accord.config.root import build
 from accord.engine.checkpoint import Checkpoint, checkpoint_steps, read_checkpoint
 from accord.errors import AccordError, ConfigError
+from accord.track.environment import changed
 from accord.track.files import plain, read_lines
-from accord.track.run import changed_versions, read_config
+from accord.track.run import read_config
 from accord.track.tracker import RESERVED
 from accord.trainers.loop import seed_everything
 from accord.trainers.ppo import PPOTrainer
@@ -82,10 +83,13 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
     if step not in logged:
         has = f"it has steps {min(logged)} to {max(logged)}" if logged else "it has none"
         raise ConfigError(f"--step {step}: {folder / 'metrics.jsonl'} has no such step; {has}.")
-    notes = changed_versions(about)
+    notes: list[str] = []
     journal = Recorded(folder / "journal.jsonl", notes)
     checkpoint = _checkpoint_before(folder, step, journal, notes)
     start = 0 if checkpoint is None else checkpoint.step
+    before = about.get("versions") or {} if checkpoint is None else checkpoint.state["conditions"]
+    if differing := changed(before):
+        notes.append(f"small differences are to be expected, since this has changed: {', '.join(differing)}.")
     from_where = "the start of the run" if checkpoint is None else f"the checkpoint of step {start}"
     say(f"computing step {start + 1 if start + 1 == step else f'{start + 1} to {step}'} again from {from_where}")
     lowered = {row["step"]: row["lr_factor"] for row in read_lines(folder / "alarms.jsonl") if "lr_factor" in row}
