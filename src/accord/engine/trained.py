@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accord.data.packing import Pack
+from accord.engine.memory import keep_freed_memory
 from accord.engine.shards import read_into
 from accord.errors import NonFiniteError
 from accord.models.distribution import Distribution
@@ -67,6 +68,8 @@ class TrainedModel(PackedModel):
         | None = None,  # what is trained; None: all of the module that requires gradient
     ) -> None:
         super().__init__(loaded.module, precision=train.precision)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self.train_settings = train
