@@ -18,15 +18,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 STEPS = 45
-GROUP = ["ppo.samples_per_prompt=4", "train.batch_size=32"]  # as many answers a step as the others: 128
+COMMON = [
+    "data.train=demo:prompts", "data.valid=demo:heldout", "data.max_length=192", "eval.max_examples=128", "eval.every_epochs=null", "eval.every_steps=5",
+    "train.lr=2e-4", "generate.max_new_tokens=64", "ppo.missing_eos_penalty=1.0", "ppo.judge=accord.demo.judge:score", "track.tensorboard=false",
+]  # fmt: skip
+SINGLE = ["train.batch_size=64"]
+GROUP = ["train.batch_size=16", "ppo.samples_per_prompt=4"]  # as many answers a step
+CRITIC = ["critic.lr=1e-3"]
 METHODS: dict[str, list[str]] = {
-    "ppo": [],
-    "grpo": ["ppo.advantage=grpo", "ppo.kl.place=loss", "ppo.kl.estimator=k3", *GROUP],
-    "rloo": ["ppo.advantage=rloo", *GROUP],
-    "reinforce_pp": ["ppo.advantage=reinforce_pp"],
-    "online_dpo": ["ppo.objective=dpo", "ppo.mini_batches=1", "dpo.beta=0.3", *GROUP],
-    "ppo_4x4": ["ppo.ppo_epochs=4", "ppo.mini_batches=4"],  # sixteen optimizer steps on each experience
-    "ppo_no_kl": ["ppo.kl.coef=0"],  # nothing holds the policy: what becomes of it?
+    "ppo": [*SINGLE, *CRITIC, "ppo.mini_batches=2", "ppo.kl.coef=0.1"],
+    "grpo": [*GROUP, "ppo.advantage=grpo", "ppo.mini_batches=2", "ppo.kl.coef=0.1", "ppo.kl.place=loss", "ppo.kl.estimator=k3"],
+    "rloo": [*GROUP, "ppo.advantage=rloo", "ppo.mini_batches=2", "ppo.kl.coef=0.1"],
+    "reinforce_pp": [*SINGLE, "ppo.advantage=reinforce_pp", "ppo.mini_batches=2", "ppo.kl.coef=0.1"],
+    "online_dpo": [*GROUP, "ppo.objective=dpo", "dpo.beta=0.3"],
+    "ppo_4x4": [
+        *SINGLE,
+        *CRITIC,
+        "ppo.ppo_epochs=4",
+        "ppo.mini_batches=4",
+        "ppo.kl.coef=0.1",
+    ],  # sixteen optimizer steps on each experience
+    "ppo_no_kl": [*SINGLE, *CRITIC, "ppo.mini_batches=2", "ppo.kl.coef=0"],  # nothing holds the policy: what becomes of it?
 }
 
 
@@ -38,14 +50,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
-    accord(
-        options.out / "base.log",
-        "run",
-        "quickstart",
-        f"run.dir={options.out}/base",
-        "pipeline.stages=[sft, reward]",
-        "pipeline.judge=null",
-    )
+    base = [f"run.dir={options.out}/base", "pipeline.stages=[sft, reward]", "pipeline.judge=null", "pipeline.judge_prompts=null"]
+    accord(options.out / "base.log", "run", "quickstart", *base)
     runs = [(method, seed) for seed in options.seeds for method in options.methods]
     with ThreadPoolExecutor(options.processes) as pool:
         for line in pool.map(lambda run: train(options.out, *run, options.steps), runs):
@@ -55,11 +61,9 @@ def main() -> None:
 def train(out: Path, method: str, seed: int, steps: int) -> str:
     """One run, in OUT/METHOD-seedSEED."""
     name = f"{method}-seed{seed}"
-    accord(
-        out / f"{name}.log", "ppo", "quickstart", f"run.dir={out}/{name}", f"run.seed={seed}", f"model.path={out}/base/sft",
-        f"reward_model.path={out}/base/reward", f"stages.ppo.train.max_steps={steps}", "data.valid=demo:heldout", "eval.max_examples=128",
-        "stages.ppo.eval.every_steps=5", "ppo.judge=accord.demo.judge:score", *METHODS[method],
-    )  # fmt: skip
+    models = [f"model.path={out}/base/sft", f"reward_model.path={out}/base/reward"]
+    settings = [f"run.dir={out}/{name}", f"run.seed={seed}", f"train.max_steps={steps}", *COMMON, *METHODS[method]]
+    accord(out / f"{name}.log", "ppo", *models, *settings)
     return f"{name}: finished"
 
 
