@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accord.data.packing import Pack
+from accord.engine.shards import read_into
 from accord.errors import NonFiniteError
 from accord.models.distribution import Distribution
 from accord.models.forward import PackedModel
@@ -235,20 +236,19 @@ class TrainedModel(PackedModel):
         }
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        """Continue from what `state_tensors` and `state` gave, to the bit."""
-        for name, p in self.parameters.items():
-            p.copy_(tensors["model"][name])
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+        """Continue from what `state_tensors` and `state` gave, to the bit; of a checkpoint each rank reads what it holds."""
+        read_into(self.parameters, tensors["model"])
         self.optimizer.state.clear()
-        for name, p in self.parameters.items():
-            moments = {
-                key.rsplit("/", 1)[1]: value for key, value in tensors["optimizer"].items() if key.rsplit("/", 1)[0] == name
-            }
-            if moments:
-                self.optimizer.state[p] = {key: value.clone().to(p.device) for key, value in moments.items()}
+        moments: dict[str, Tensor] = {}
+        for key in tensors["optimizer"]:  # AdamW makes them at a parameter's first gradient: what isn't saved wasn't there
+            name, moment = key.rsplit("/", 1)
+            p = self.parameters[name]
+            moments[key] = torch.zeros((), device=p.device) if moment == "step" else torch.zeros_like(p)
+            self.optimizer.state[p][moment] = moments[key]
+        read_into(moments, tensors["optimizer"])
         if self.ema is not None:
-            for name, value in self.ema.items():
-                value.copy_(tensors["ema"][name])
+            read_into(self.ema, tensors["ema"])
         self.schedule_step, self.skipped = state["schedule_step"], state["skipped"]
         self.lr_factor = state.get("lr_factor", 1.0)  # older checkpoints know no other rate than the schedule's
         self._skipped_in_a_row = state["skipped_in_a_row"]
@@ -277,7 +277,7 @@ def prefixed(prefix: str, files: dict[str, dict[str, Tensor]]) -> dict[str, dict
     return {f"{prefix}-{name}": tensors for name, tensors in files.items()}
 
 
-def unprefixed(prefix: str, files: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def unprefixed(prefix: str, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
     return {name.removeprefix(f"{prefix}-"): tensors for name, tensors in files.items() if name.startswith(f"{prefix}-")}
 
 

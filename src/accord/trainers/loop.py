@@ -7,16 +7,19 @@ import math
 import random
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from accord.engine.checkpoint import latest_checkpoint, save_checkpoint
+from accord.engine.checkpoint import Checkpoints
 from accord.errors import ConfigError, Interrupted, NonFiniteError
+from accord.track.environment import changed, conditions
 from accord.track.files import plain, write_atomically
 from accord.track.run import RunFolder, open_run
 from accord.track.tracker import Tracker
@@ -55,7 +58,7 @@ class Trainer(Protocol):
         """Everything that resuming needs: tensors by file, and JSON."""
         ...
 
-    def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None: ...
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None: ...
 
     def save(self, folder: Path) -> None:
         """A loadable model as it is now, LoRA merged."""
@@ -90,20 +93,41 @@ def run_loop(trainer: Trainer, run: RunFolder | None = None) -> dict[str, Any]:
 def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
     config = trainer.config
     run.begin()
-    start, notes, watch = 0, _Notes(), Watch(trainer)
-    if run.state == "resumable" and (checkpoint := latest_checkpoint(run.checkpoints)) is not None:
-        state = checkpoint.state
-        trainer.load_state({name: checkpoint.tensors(name) for name in state["files"]}, state["trainer"])
-        start, notes = checkpoint.step, _Notes(**state["notes"])
-        watch.load_state(state.get("alarms"))
+    saving = config.checkpoint
     with (
-        Tracker(run, config.track, trainer.stage, trainer.total_steps, trainer.headline, start) as tracker,
+        Checkpoints(run.checkpoints, run.identity, keep_last=saving.keep_last, asynchronous=saving.asynchronous) as checkpoints,
         _Signals() as signals,
     ):
-        for warning in run.warnings:
-            tracker.note(warning)
-        if start:
-            tracker.note(f"going on from step {start} of {trainer.total_steps}")
+        summary = _train(trainer, run, checkpoints, signals)
+        checkpoints.wait()
+        trainer.export(run.folder)
+        run.finish(summary)
+        if signals.received:  # in the last step or since: nothing is left to save, but a pipeline must not begin its next stage
+            raise Interrupted(
+                f"{signals.name} came as {trainer.stage} ended; it is finished. Start the same command again to go on."
+            )
+    return summary
+
+
+def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: _Signals) -> dict[str, Any]:
+    """All steps from the last checkpoint on; the summary."""
+    config = trainer.config
+    start, notes, watch = 0, _Notes(), Watch(trainer)
+    told: list[str] = []
+    if run.state == "resumable":
+        if (checkpoint := checkpoints.latest()) is None:
+            told.append("this run has no checkpoint yet: it begins again at step 1")
+        else:
+            start, state = checkpoint.step, checkpoint.state
+            trainer.load_state({name: checkpoint.tensors(name) for name in checkpoint.names}, state["trainer"])
+            notes = _Notes(**state["notes"])
+            watch.load_state(state["alarms"])
+            told.append(f"going on from step {start} of {trainer.total_steps}")
+            if differing := changed(state["conditions"]):
+                told.append(f"not exact to the bit from here on, since this has changed: {', '.join(differing)}")
+    with Tracker(run, config.track, trainer.stage, trainer.total_steps, trainer.headline, start) as tracker:
+        for line in told:
+            tracker.note(line)
         triggers = _Triggers(trainer)
         if start == 0 and config.eval.at_start:
             _evaluate(trainer, run, tracker, notes, watch, 0)
@@ -124,22 +148,26 @@ def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
             if trainer.samples and (step == 1 or step % config.track.samples_every == 0 or step == trainer.total_steps):
                 tracker.log_samples(step, trainer.samples)
             last = step == trainer.total_steps
-            if triggers.evaluation(step) or last:
+            if on_any_rank(triggers.evaluation(step))[0] or last:
                 _evaluate(trainer, run, tracker, notes, watch, step)
             if triggers.export(step):
                 trainer.save(run.exports / f"step-{step}")
-            if not last and (triggers.checkpoint(step) or signals.received or watch.stopping):
-                _save(trainer, run, tracker, notes, watch, step)
-            if watch.stopping and not last:  # after the last step there is nothing left to stop
+            due, interrupted, failed = on_any_rank(triggers.checkpoint(step), signals.received is not None, checkpoints.failed)
+            if failed:
+                checkpoints.wait()  # raises what went wrong in the background
+            if last:  # nothing is left to be saved or stopped
+                break
+            if due or interrupted or watch.stopping:
+                _save(trainer, checkpoints, tracker, notes, watch, step)
+            if interrupted or watch.stopping:
+                checkpoints.wait()
+            if watch.stopping:
                 raise watch.stopped()
-            if signals.received and not last:
+            if interrupted:
                 raise Interrupted(
                     f"stopped by {signals.name} after step {step} of {trainer.total_steps}. Start the same command again to go on."
                 )
-        summary = _summary(trainer, tracker, notes, watch)
-    trainer.export(run.folder)
-    run.finish(summary)
-    return summary
+        return _summary(trainer, tracker, notes, watch)
 
 
 class _Notes:
@@ -185,16 +213,11 @@ def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes,
         trainer.save(run.best)
 
 
-def _save(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, watch: Watch, step: int) -> None:
-    tracker.sync()
+def _save(trainer: Trainer, checkpoints: Checkpoints, tracker: Tracker, notes: _Notes, watch: Watch, step: int) -> None:
+    tracker.sync()  # what is logged up to here must not be younger on the disk than the checkpoint
     tensors, state = trainer.state()
-    save_checkpoint(
-        run.checkpoints,
-        step,
-        tensors,
-        {"files": sorted(tensors), "trainer": state, "notes": notes.as_dict(), "alarms": watch.state()},
-        keep_last=trainer.config.checkpoint.keep_last,
-    )
+    loop = {"notes": notes.as_dict(), "alarms": watch.state(), "conditions": conditions()}
+    checkpoints.save(step, tensors, {"trainer": state, **loop})
     tracker.pause()
 
 
@@ -224,6 +247,15 @@ def _explain_nonfinite(error: NonFiniteError, run: RunFolder, stage: str, step: 
         f"{stage} step {step}: {error}. The batch is in {path}. Lower train.lr, look at the rows of this batch, "
         "or set train.on_nonfinite=skip to leave such steps out."
     )
+
+
+def on_any_rank(*here: bool) -> list[bool]:
+    """Of each of these, whether it is so on one rank at least: what a clock or a signal decides, all ranks must decide alike."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(here)
+    flags = torch.tensor([int(flag) for flag in here])
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in flags]
 
 
 class _Triggers:
