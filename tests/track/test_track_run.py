@@ -1,6 +1,5 @@
 """The run folder: what may go on, what is refused, and that nothing is half-written."""
 
-import json
 import os
 import subprocess
 import sys

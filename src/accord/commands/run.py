@@ -14,8 +14,12 @@ def run_stage(stage: str, config: Config) -> None:
     _quiet()
     from accord.pipeline import train_stage
 
+    from accord.engine.ranks import join
+
     config = config.for_stage(stage)
     summary = train_stage(stage, config)
+    if not join().is_main:
+        return
     _print_numbers(stage, summary)
     print(f"model:  {Path(config.run.dir) / 'model'}")
     _print_report(Path(config.run.dir))
@@ -26,7 +30,11 @@ def run_pipeline(config: Config) -> None:
     _quiet()
     from accord import pipeline
 
+    from accord.engine.ranks import join
+
     result = pipeline.run_pipeline(config)
+    if not join().is_main:
+        return
     for stage, summary in result.summaries.items():
         _print_numbers(stage, summary)
     if result.judged:
