@@ -67,8 +67,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: ProcessGro
         save(dict(tensors), storage_writer=writer, process_group=ranks, no_dist=ranks is None)
     except CheckpointException as error:  # no Exception but a BaseException, with what went wrong on each rank
         rank, (cause, _) = next(iter(error.failures.items()))
+        if not isinstance(cause, OSError):  # such as a lost connection: the disk is not to blame
+            raise cause from None
         where = "" if ranks is None else f"rank {rank}: "
-        raise OSError(f"{where}{getattr(cause, 'strerror', None) or cause}") from cause
+        raise OSError(cause.errno, f"{where}{cause.strerror or cause}") from cause
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from accord.engine.checkpoint import Checkpoints
+from accord.engine.ranks import Ranks, join, together
 from accord.errors import ConfigError, Interrupted, NonFiniteError
 from accord.track.environment import changed, conditions
 from accord.track.files import plain, write_atomically
-from accord.track.run import RunFolder, open_run
-from accord.track.tracker import Tracker
+from accord.track.run import FollowedRun, RunFolder, open_run
+from accord.track.tracker import NoTracker, Tracker
 from accord.trainers.watch import Watch
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Trainer(Protocol):
         """Everything that resuming needs: tensors by file, and JSON."""
         ...
 
-    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None: ...
+    def load_state(self, tensors: dict[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None: ...
 
     def save(self, folder: Path) -> None:
         """A loadable model as it is now, LoRA merged."""
@@ -70,8 +70,12 @@ class Trainer(Protocol):
 
 
 def seed_everything(seed: int, stage: str, step: int) -> None:
-    """Make torch, numpy and random pure functions of (seed, stage, step), so that a resume needs no generator's state."""
-    word = np.random.SeedSequence([seed, *stage.encode(), step]).generate_state(2)
+    """Make torch, numpy and random pure functions of (seed, stage, step), so that a resume needs no generator's state.
+
+    In a group also of the process: dropout is not the same noise everywhere.
+    """
+    rank = join().rank
+    word = np.random.SeedSequence([seed, *stage.encode(), step, *([rank] if rank else [])]).generate_state(2)
     torch.manual_seed(int(word[0]))
     np.random.seed(int(word[1]))
     random.seed(int(word[0]) << 32 | int(word[1]))
@@ -84,32 +88,45 @@ def run_loop(trainer: Trainer, run: RunFolder | None = None) -> dict[str, Any]:
     Raises Interrupted after a checkpoint on SIGINT or SIGTERM, StoppedByAlarm after one with `ppo.on_alarm: stop`, NonFiniteError as
     ALGORITHMS §0.7 says.
     """
-    with run or open_run(trainer.config, trainer.stage, Path(trainer.config.run.dir)) as run:
+    with together() as ranks, run or open_together(trainer.config, trainer.stage, Path(trainer.config.run.dir)) as run:
         if run.state == "finished":
-            return run.summary() or {}
-        return _run(trainer, run)
+            return ranks.ask_main(run.summary) or {}
+        return _run(trainer, run, ranks)
 
 
-def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
+def open_together(config: Config, stage: str, folder: Path) -> RunFolder:
+    """`open_run` of the main process, and what the others see of it."""
+    ranks = join()
+    opened: list[RunFolder] = []
+
+    def state() -> Any:
+        opened.append(open_run(config, stage, folder))
+        return opened[0].state
+
+    found = ranks.ask_main(state)
+    return opened[0] if opened else FollowedRun(folder, stage, config, found)
+
+
+def _run(trainer: Trainer, run: RunFolder, ranks: Ranks) -> dict[str, Any]:
     config = trainer.config
-    run.begin()
+    ranks.ask_main(run.begin)
     saving = config.checkpoint
     with (
         Checkpoints(run.checkpoints, run.identity, keep_last=saving.keep_last, asynchronous=saving.asynchronous) as checkpoints,
         _Signals() as signals,
     ):
-        summary = _train(trainer, run, checkpoints, signals)
+        summary = _train(trainer, run, checkpoints, signals, ranks)
         checkpoints.wait()
         trainer.export(run.folder)
-        run.finish(summary)
-        if signals.received:  # in the last step or since: nothing is left to save, but a pipeline must not begin its next stage
+        ranks.ask_main(lambda: run.finish(summary))
+        if ranks.any(bool(signals.received)):  # in the last step or since: a pipeline must not begin its next stage
             raise Interrupted(
-                f"{signals.name} came as {trainer.stage} ended; it is finished. Start the same command again to go on."
+                f"{signals.name or 'a signal'} came as {trainer.stage} ended; it is finished. Start the same command again to go on."
             )
     return summary
 
 
-def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: _Signals) -> dict[str, Any]:
+def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: _Signals, ranks: Ranks) -> dict[str, Any]:
     """All steps from the last checkpoint on; the summary."""
     config = trainer.config
     start, notes, watch = 0, _Notes(), Watch(trainer)
@@ -125,10 +142,10 @@ def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: 
             told.append(f"going on from step {start} of {trainer.total_steps}")
             if differing := changed(state["conditions"]):
                 told.append(f"not exact to the bit from here on, since this has changed: {', '.join(differing)}")
-    with Tracker(run, config.track, trainer.stage, trainer.total_steps, trainer.headline, start) as tracker:
+    with _tracker(trainer, run, start) if ranks.is_main else NoTracker() as tracker:
         for line in told:
             tracker.note(line)
-        triggers = _Triggers(trainer)
+        triggers = _Triggers(trainer, ranks)
         if start == 0 and config.eval.at_start:
             _evaluate(trainer, run, tracker, notes, watch, 0)
         for step in range(start + 1, trainer.total_steps + 1):
@@ -137,7 +154,7 @@ def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: 
             try:
                 metrics = trainer.step(step)
             except NonFiniteError as error:
-                raise _explain_nonfinite(error, run, trainer.stage, step) from error
+                raise _explain_nonfinite(error, run, trainer.stage, step, ranks.is_main) from error
             seconds = time.perf_counter() - began
             metrics.setdefault("time/step", seconds)
             if "train/tokens" in metrics:
@@ -148,12 +165,12 @@ def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: 
             if trainer.samples and (step == 1 or step % config.track.samples_every == 0 or step == trainer.total_steps):
                 tracker.log_samples(step, trainer.samples)
             last = step == trainer.total_steps
-            if on_any_rank(triggers.evaluation(step))[0] or last:
+            if triggers.evaluation(step) or last:
                 _evaluate(trainer, run, tracker, notes, watch, step)
             if triggers.export(step):
                 trainer.save(run.exports / f"step-{step}")
-            due, interrupted, failed = on_any_rank(triggers.checkpoint(step), signals.received is not None, checkpoints.failed)
-            if failed:
+            due, interrupted = triggers.checkpoint(step), ranks.any(bool(signals.received))
+            if ranks.any(checkpoints.failed):
                 checkpoints.wait()  # raises what went wrong in the background
             if last:  # nothing is left to be saved or stopped
                 break
@@ -165,9 +182,13 @@ def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: 
                 raise watch.stopped()
             if interrupted:
                 raise Interrupted(
-                    f"stopped by {signals.name} after step {step} of {trainer.total_steps}. Start the same command again to go on."
+                    f"stopped by {signals.name or 'a signal'} after step {step} of {trainer.total_steps}. Start the same command again to go on."
                 )
         return _summary(trainer, tracker, notes, watch)
+
+
+def _tracker(trainer: Trainer, run: RunFolder, start: int) -> Tracker:
+    return Tracker(run, trainer.config.track, trainer.stage, trainer.total_steps, trainer.headline, start)
 
 
 class _Notes:
@@ -188,7 +209,7 @@ class _Notes:
         return {"best": self.best, "best_step": self.best_step, "first": self.first, "final": self.final}
 
 
-def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, watch: Watch, step: int) -> None:
+def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker | NoTracker, notes: _Notes, watch: Watch, step: int) -> None:
     seed_everything(trainer.config.run.seed, trainer.stage + "/eval", step)
     metrics = trainer.evaluate(step)
     if not metrics:
@@ -213,7 +234,9 @@ def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes,
         trainer.save(run.best)
 
 
-def _save(trainer: Trainer, checkpoints: Checkpoints, tracker: Tracker, notes: _Notes, watch: Watch, step: int) -> None:
+def _save(
+    trainer: Trainer, checkpoints: Checkpoints, tracker: Tracker | NoTracker, notes: _Notes, watch: Watch, step: int
+) -> None:
     tracker.sync()  # what is logged up to here must not be younger on the disk than the checkpoint
     tensors, state = trainer.state()
     loop = {"notes": notes.as_dict(), "alarms": watch.state(), "conditions": conditions()}
@@ -221,7 +244,7 @@ def _save(trainer: Trainer, checkpoints: Checkpoints, tracker: Tracker, notes: _
     tracker.pause()
 
 
-def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes, watch: Watch) -> dict[str, Any]:
+def _summary(trainer: Trainer, tracker: Tracker | NoTracker, notes: _Notes, watch: Watch) -> dict[str, Any]:
     name = trainer.config.eval.best_metric or trainer.best_metric
     summary: dict[str, Any] = {
         "stage": trainer.stage,
@@ -238,31 +261,23 @@ def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes, watch: Watch) ->
     return summary
 
 
-def _explain_nonfinite(error: NonFiniteError, run: RunFolder, stage: str, step: int) -> NonFiniteError:
+def _explain_nonfinite(error: NonFiniteError, run: RunFolder, stage: str, step: int, is_main: bool) -> NonFiniteError:
     if not hasattr(error, "batch"):  # met while sampling: no row and no learning rate is to blame
         return NonFiniteError(f"{stage} step {step}: {error}")
     path = run.folder / f"nonfinite-step-{step}.json"
-    write_atomically(path, json.dumps({"stage": stage, "step": step, "batch": error.batch}).encode())
+    if is_main:
+        write_atomically(path, json.dumps({"stage": stage, "step": step, "batch": error.batch}).encode())
     return NonFiniteError(
         f"{stage} step {step}: {error}. The batch is in {path}. Lower train.lr, look at the rows of this batch, "
         "or set train.on_nonfinite=skip to leave such steps out."
     )
 
 
-def on_any_rank(*here: bool) -> list[bool]:
-    """Of each of these, whether it is so on one rank at least: what a clock or a signal decides, all ranks must decide alike."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return list(here)
-    flags = torch.tensor([int(flag) for flag in here])
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in flags]
-
-
 class _Triggers:
-    """When to evaluate, export and save: by steps, epochs or seconds, whichever are set."""
+    """When to evaluate, export and save: by steps, epochs or seconds, whichever are set. The clock is the main process's."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
+        self.trainer, self.ranks = trainer, ranks
         self._since = {"eval": time.monotonic(), "checkpoint": time.monotonic()}
 
     def _epochs(self, step: int, every: float | None) -> bool:
@@ -272,7 +287,9 @@ class _Triggers:
         return math.floor(self.trainer.epoch(step) / every + 1e-9) > math.floor(self.trainer.epoch(step - 1) / every + 1e-9)
 
     def _seconds(self, name: str, every: float | None) -> bool:
-        if not every or time.monotonic() - self._since[name] < every:
+        if not every:
+            return False
+        if not self.ranks.any(self.ranks.is_main and time.monotonic() - self._since[name] >= every):
             return False
         self._since[name] = time.monotonic()
         return True
