@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,10 @@ from accord.models.distribution import full_kl
 from accord.models.load import load_causal
 from accord.rewards import Sample, combine
 from accord.rewards.base import ScoreBoard
-from accord.track.run import RunFolder, open_run
+from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
 from accord.trainers.critic import TextCritic, make_critic
-from accord.trainers.loop import run_loop
+from accord.trainers.loop import open_together, run_loop
 from accord.trainers.ppo_answers import Answers, Asked
 from accord.trainers.ppo_best import BestUpdater
 from accord.trainers.ppo_buffer import ReplayBuffer
@@ -119,7 +120,7 @@ class PPOTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        run = run or open_run(self.config, self.stage, Path(self.config.run.dir))
+        run = run or open_together(self.config, self.stage, Path(self.config.run.dir))
         self.journal = Journal(run.journal_path, run.checkpoints if self.settings.journal == "recent" else None)
         try:
             return run_loop(self, run)
@@ -173,11 +174,11 @@ class PPOTrainer:
     def answer(self, kind: Kind, number: int, prompts: Sequence[Asked], count: int) -> Scored:
         """Answers to the prompts, scored: those that the journal has of this very step, else sampled, asked for and recorded there."""
         request = self.answers.request(prompts, count, number if kind == "train" else 0)  # evaluations share their random numbers
-        identity = {}
+        identity, ask_main = {}, self.policy.ranks.ask_main
         if self.journal is not None:
             rewards = [source.model_dump(mode="json") for source in self.settings.rewards]
             identity = identity_of(request, self.params, [rewards, self.settings.judge], self.policy.parameters.values())
-            if (record := self.journal.recall(kind, number, identity)) is not None:
+            if (record := ask_main(partial(self.journal.recall, kind, number, identity))) is not None:
                 return scored_of(record, request, self.answers)
         rollouts = self.answers.sample(request, at_once=self.config.train.batch_size * count if kind == "train" else None)
         with self.engine.times("score"):
@@ -185,7 +186,7 @@ class PPOTrainer:
             judged = self.judge.scores(rollouts.samples) if kind == "eval" else None
         scored = Scored(rollouts, board, judged)
         if self.journal is not None:
-            self.journal.write(kind, number, record_of(identity, scored))
+            ask_main(partial(self.journal.write, kind, number, record_of(identity, scored)))
         return scored
 
     def weigh(self, rollouts: Rollouts, board: ScoreBoard, once: bool = False) -> Experience:
@@ -253,7 +254,7 @@ class PPOTrainer:
         for epoch in range(settings.ppo_epochs):
             for responses in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
                 number += 1
-                batch = experience.whole or experience.rollouts.minibatch(responses, self.config.train.max_tokens)
+                batch = experience.whole or self._minibatch(experience.rollouts, responses)
                 experience.whole = None  # its graphs serve one backward pass
                 items = batch.tokens if settings.aggregation == "token" else batch.responses
                 losses, stats = updater.policy_gradient(experience, batch, coef, learns)
@@ -304,15 +305,15 @@ class PPOTrainer:
         """All responses, read with gradient by actor and critic: where an experience is one optimizer step, the forward that says what
         the sampling policy thought is the forward of the update too, and the ratio is exactly 1.
 
-        None where there are more steps, where earlier experiences are learned from too, where the policy does not learn yet, or where the
-        responses are more than one pack: the graphs must stay until the advantages are known, and those of one pack are what
+        None where there are more steps or processes, where earlier experiences are learned from too, where the policy does not learn yet, or
+        where the responses are more than one pack: the graphs must stay until the advantages are known, and those of one pack are what
         `train.max_tokens` allows.
         """
         settings = self.settings
         steps = settings.ppo_epochs * settings.mini_batches
-        if steps > 1 or settings.objective != "clip" or self.buffer.size or not self.acting(self.experiences):
+        if steps > 1 or self.policy.ranks.world > 1 or settings.objective != "clip" or self.buffer.size or not self.acting(self.experiences):
             return None
-        batch = rollouts.minibatch(range(len(rollouts)), self.config.train.max_tokens)
+        batch = self._minibatch(rollouts, range(len(rollouts)))
         if len(batch.packs) > 1:
             return None
         ((pack, _),) = batch.packs
@@ -321,6 +322,9 @@ class PPOTrainer:
             tokens = policy.at(pack.targets.to(self.policy.device), entropy=True)
             values = None if self.critic is None else self.critic.values(pack)
         return replace(batch, forward=Forward(policy, tokens, values))
+
+    def _minibatch(self, rollouts: Rollouts, responses: Sequence[int]) -> MiniBatch:
+        return rollouts.minibatch(responses, self.config.train.max_tokens, self.policy.ranks.world)
 
     def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False, forward: Forward | None = None) -> Tensor:
         """[5, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
@@ -342,7 +346,7 @@ class PPOTrainer:
                 values = torch.zeros_like(ref) if critic is None else critic.values(pack)
                 return torch.stack([now.logprobs, ref, now.entropy, kl, values])
 
-        return rollouts.read(self.config.train.max_tokens, read)
+        return rollouts.read(self.config.train.max_tokens, read, self.policy)
 
     def _read_critic(self, rollouts: Rollouts, forward: Forward | None = None) -> Tensor | None:
         """[N] values of the states before each token; None without a critic. `forward`: the critic has read them already."""
@@ -353,7 +357,7 @@ class PPOTrainer:
             assert values is not None
             return rollouts.read(self.config.train.max_tokens, lambda pack: values.detach())
         with self.critic.evaluating():
-            return rollouts.read(self.config.train.max_tokens, self.critic.values)
+            return rollouts.read(self.config.train.max_tokens, self.critic.values, self.critic)
 
     def shaped(self, scores: Sequence[float], samples: Sequence[Sample]) -> list[float]:
         """Raw scores → what is given as reward: normalised by the running moments, clipped, minus the penalty for no end."""
@@ -433,7 +437,8 @@ class PPOTrainer:
         export_trained(self.policy, run, self.config, self.stage, self.encoder.stop_token_ids)
         if self.critic is None:
             return
-        self.critic.save(run / "critic", self.encoder.stop_token_ids)
+        critic, stops = self.critic, self.encoder.stop_token_ids
+        critic.write(lambda: critic.save(run / "critic", stops))
 
     def __enter__(self) -> PPOTrainer:
         return self

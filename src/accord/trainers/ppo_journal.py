@@ -20,6 +20,7 @@ from torch import Tensor
 
 from accord.engine.checkpoint import checkpoint_steps
 from accord.errors import AccordError
+from accord.models.sharded import local
 from accord.rewards.base import ScoreBoard
 from accord.track.files import parse_line, sync_folder
 
@@ -172,7 +173,7 @@ def fingerprint(parameters: Iterable[Tensor]) -> str:
     """Digest of up to 64 evenly spaced elements of each parameter: cheap, and an optimizer step moves nearly all of them."""
     probes = []
     for parameter in parameters:
-        flat = parameter.detach().reshape(-1)
+        flat = local(parameter.detach()).reshape(-1)
         probes.append(flat[:: max(1, len(flat) // PROBED)][:PROBED].float())
     values = torch.cat(probes).cpu().numpy() if probes else np.zeros(0, np.float32)
     return hashlib.blake2b(values.astype("<f4").tobytes(), digest_size=16).hexdigest()
