@@ -31,7 +31,7 @@ STAGES = ("sft", "reward", "dpo", "ppo")
 # Keys that change where, whether or how visibly a run happens, but none of its numbers: they may differ on resume. So may what an alarm
 # does: a run that it has stopped goes on when the user says otherwise.
 NEUTRAL = (
-    "run.dir", "run.resume", "run.overwrite", "track", "checkpoint", "data.cache", "data.workers", "extends", "ppo.alarms", "ppo.on_alarm",
+    "run.dir", "run.resume", "run.overwrite", "track", "checkpoint", "data.cache", "data.workers", "extends", "launch", "ppo.alarms", "ppo.on_alarm",
 )  # fmt: skip
 # Sections that a stage does not read: a changed PPO setting is no other configuration for a finished SFT.
 UNREAD = {
