@@ -6,12 +6,14 @@ LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them. `engine/` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from typing import TYPE_CHECKING
 
+from accord.errors import ConfigError
 from accord.launch.environment import end_with_parent, is_main, is_started_here, world_size
-from accord.launch.local import number_of_processes
+from accord.launch.local import number_of_processes, run_local
 
 if TYPE_CHECKING:
     from accord.config import Config
@@ -34,8 +36,6 @@ def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> 
     processes = number_of_processes(settings)
     check_mesh(config, processes)
     if processes > 1:
-        from accord.launch.local import run_local
-
         return run_local(config, command, processes)
     work()
     return 0
@@ -46,8 +46,6 @@ def _as_worker(work: Callable[[], None]) -> int:
         if is_started_here():
             end_with_parent()
         elif not is_main():  # torchrun shows what all ranks say: one is enough
-            import os
-
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         work()
     return 0
@@ -55,8 +53,6 @@ def _as_worker(work: Callable[[], None]) -> int:
 
 def check_mesh(config: Config, processes: int) -> None:
     """Raise ConfigError unless `launch.mesh` holds so many processes."""
-    from accord.errors import ConfigError
-
     mesh = config.launch.mesh
     if mesh.data != "auto" and mesh.data * mesh.tensor != processes:
         raise ConfigError(

@@ -12,6 +12,9 @@ from accord.errors import ConfigError
 
 # Set for the workers that Accord starts itself: the file that takes the last words of one that fails (cli.py writes it).
 ERROR_FILE = "ACCORD_ERROR_FILE"
+UNFORESEEN = (
+    70  # the exit code of such a worker for an error that Accord has no words for: it may be the consequence of another's
+)
 
 
 def world_size() -> int | None:

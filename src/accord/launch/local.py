@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accord.errors import Interrupted
+from accord.errors import Interrupted, UserError
 from accord.launch.environment import free_port, threads_for, worker_environment
 from accord.launch.process import INTERRUPTED, Worker, first_failure
 
@@ -85,7 +85,7 @@ def told(workers: Sequence[Worker], signals: PassedOn) -> int:
     if len({worker.message() for worker in workers if worker.code not in (None, 0)}) > 1:
         log = f"; its output: {first.log}" if first.log and first.log.exists() else ""
         print(f"       (rank {first.rank} of {len(workers)} failed first, the others were ended{log})", file=sys.stderr)
-    return code if code > 0 else 1
+    return UserError.exit_code if code == UserError.exit_code else 1
 
 
 class PassedOn:

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from accord.launch.environment import ERROR_FILE
+from accord.launch.environment import ERROR_FILE, UNFORESEEN
 
+PROGRAM = (sys.executable, "-m", "accord")
 LAST_LINES = 20
 INTERRUPTED = 130
 
 
 class Worker:
-    """`python -m accord COMMAND` as rank `rank`.
+    """`python -m accord COMMAND` as one rank.
 
     Its output goes to the terminal (`log` None) or is appended to `log` once that run has begun; its error message is kept apart, since
     the others' follow within moments and the first one is what matters.
@@ -41,7 +42,7 @@ class Worker:
         self._message = scratch / f"rank-{rank}.txt"
         self._lines: deque[bytes] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "accord", *command],
+            [*PROGRAM, *command],
             env={**environment, ERROR_FILE: str(self._message)},
             stdin=subprocess.PIPE,  # never written to: that it closes tells the worker that its parent is gone
             stdout=subprocess.PIPE if log else None,
@@ -134,13 +135,14 @@ class Worker:
 def first_failure(workers: Sequence[Worker]) -> Worker | None:
     """The worker whose end made the others fail, or None where all are done.
 
-    One that was killed from outside comes first: that is nobody's consequence. (SIGABRT may be: NCCL aborts when a peer is gone.)
-    Of the others the first to say so.
+    One that was killed from outside comes first, then one that has words for what happened: neither is the consequence of another's end.
+    What is unforeseen may be (a lost connection; with SIGABRT NCCL ends a process whose peer is gone). Among equals the first to say so.
     """
 
-    def order(worker: Worker) -> tuple[bool, float, int]:
+    def order(worker: Worker) -> tuple[int, float, int]:
         code = worker.code or 0
-        return (not (code < 0 and -code != signal.SIGABRT), worker.failed_at(), worker.rank)
+        kind = 2 if code in (UNFORESEEN, -signal.SIGABRT) else 0 if code < 0 else 1
+        return kind, worker.failed_at(), worker.rank
 
     failed = [worker for worker in workers if worker.code not in (None, 0) and not worker.ended_by_us]
     return min(failed, key=order, default=None)
