@@ -9,24 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 from accord.errors import ConfigError
 from accord.track.files import json_line, write_atomically
-from accord.track.run import open_run, read_summary
+from accord.track.run import RunFolder, read_summary
 
 if TYPE_CHECKING:
     from accord.config import Config
+    from accord.engine.ranks import Ranks
 
 Say = Callable[[str], None]
 
 
 def train_stage(stage: str, config: Config, say: Say = print) -> dict[str, Any]:
     """Run one stage in `config.run.dir`, or go on with it; a finished one is left as it is. Returns its summary."""
+    from accord.engine.ranks import together
+    from accord.trainers.loop import open_together
+
     config = config.for_stage(stage)
-    run = open_run(config, stage, Path(config.run.dir))
-    if run.state == "finished":
-        say(f"{stage}: finished already in {run.folder} (run.overwrite=true does it again)")
-        return run.summary() or {}
-    with run, _trainer(stage)(config) as trainer:
-        say(trainer.examples.report.summary())
-        return trainer.train(run)
+    with together() as ranks:
+        say = say if ranks.is_main else _nothing
+        run = open_together(config, stage, Path(config.run.dir))
+        if run.state == "finished":
+            say(f"{stage}: finished already in {run.folder} (run.overwrite=true does it again)")
+            return ranks.ask_main(run.summary) or {}
+        with run, _trainer(stage)(config) as trainer:
+            say(trainer.examples.report.summary())
+            return trainer.train(run)
+
+
+def _nothing(text: str) -> None:
+    """What a process says that is not the main one of its group."""
 
 
 def _trainer(stage: str) -> Any:
@@ -63,37 +73,52 @@ def run_pipeline(config: Config, say: Say = print) -> PipelineResult:
     model and its critic starts there. A stage that was finished earlier in the same RUN hands on its output though it is not listed.
     All stages' configurations are checked before the first one starts.
     """
+    from accord.engine.ranks import together
+
+    with together() as ranks:
+        return _run_stages(config, say if ranks.is_main else _nothing, ranks)
+
+
+def _run_stages(config: Config, say: Say, ranks: Ranks) -> PipelineResult:
+    from accord.trainers.loop import open_together
+
     folder = Path(config.run.dir)
     stages: list[str] = list(config.pipeline.stages)
     for stage in stages:
         _check(stage, stage_config(config, stage, folder, planned=stages))
-    run = open_run(config, "pipeline", folder)
+    run = open_together(config, "pipeline", folder)
     if run.state == "finished" and all(read_summary(folder / stage) is not None for stage in stages):
         say(f"finished already in {folder} (run.overwrite=true does it again)")
         return PipelineResult(folder, _earlier(folder, []), _judged_before(run.summary() or {}))
     _check_functions(config, [stage for stage in stages if read_summary(folder / stage) is None])
     with run:
-        run.begin()
+        ranks.ask_main(run.begin)
         summaries = {}
         for stage in stages:
             say(f"\n── {stage} " + "─" * 60)
             summaries[stage] = train_stage(stage, stage_config(config, stage, folder), say)
         result = PipelineResult(folder, {**_earlier(folder, stages), **summaries})
-        summary: dict[str, Any] = {"stages": result.summaries}
-        if config.pipeline.judge:
-            from accord.judging import judge_models
-
-            models: dict[str, Path] = {
-                stage: folder / stage / "model" for stage in ("sft", "dpo", "ppo") if stage in result.summaries
-            }
-            if models:
-                say("\n── judge " + "─" * 60)
-                result.judged = judge_models(config, models)
-                _keep_answers(folder, result.judged)
-                summary["judge"] = {judged.name: judged.score for judged in result.judged}
-                summary["judge_details"] = {judged.name: judged.as_dict() for judged in result.judged}
-        run.finish(summary)
+        ranks.ask_main(lambda: _finish(config, run, result, say))
     return result
+
+
+def _finish(config: Config, run: RunFolder, result: PipelineResult, say: Say) -> None:
+    """Judge what the stages have left, and write the pipeline's summary."""
+    folder = result.folder
+    summary: dict[str, Any] = {"stages": result.summaries}
+    if config.pipeline.judge:
+        from accord.judging import judge_models
+
+        models: dict[str, Path] = {
+            stage: folder / stage / "model" for stage in ("sft", "dpo", "ppo") if stage in result.summaries
+        }
+        if models:
+            say("\n── judge " + "─" * 60)
+            result.judged = judge_models(config, models)
+            _keep_answers(folder, result.judged)
+            summary["judge"] = {judged.name: judged.score for judged in result.judged}
+            summary["judge_details"] = {judged.name: judged.as_dict() for judged in result.judged}
+    run.finish(summary)
 
 
 def _keep_answers(folder: Path, judged: list[Any]) -> None:

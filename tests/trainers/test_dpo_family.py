@@ -116,7 +116,7 @@ def test_a_loss_without_a_reference_loads_and_asks_none(kind, lora, tiny_folder,
     monkeypatch.setattr(t.model, "token_logprobs", lambda pack, **options: asked.append(pack) or read(pack, **options))
     monkeypatch.setattr(t.model, "as_reference", lambda: pytest.fail("asked for the reference"))
     assert t.reference is None and len(loads) == 1
-    packs = len(preference.batch_packs(t.examples.train, t.order.batch(1), 512))
+    packs = len(preference.batch_packs(t.model, t.examples.train, t.order.batch(1)))
     t.step(1)
     assert len(asked) == packs  # the policy, once
     assert "dpo/loss" in t.evaluate(1)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accord.launch import launch
-from accord.launch.environment import is_main
 
 if TYPE_CHECKING:
     from accord.config import Config
@@ -25,11 +24,12 @@ def run_pipeline(config: Config, command: Sequence[str]) -> int:
 
 def _train_stage(stage: str, config: Config) -> None:
     _quiet()
+    from accord.engine.ranks import join
     from accord.pipeline import train_stage
 
     config = config.for_stage(stage)
     summary = train_stage(stage, config)
-    if not is_main():
+    if not join().is_main:
         return
     _print_numbers(stage, summary)
     print(f"model:  {Path(config.run.dir) / 'model'}")
@@ -39,9 +39,10 @@ def _train_stage(stage: str, config: Config) -> None:
 def _train_pipeline(config: Config) -> None:
     _quiet()
     from accord import pipeline
+    from accord.engine.ranks import join
 
     result = pipeline.run_pipeline(config)
-    if not is_main():
+    if not join().is_main:
         return
     for stage, summary in result.summaries.items():
         _print_numbers(stage, summary)

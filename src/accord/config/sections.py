@@ -236,6 +236,15 @@ class Train(Section):
     precision: Literal["float32", "bf16"] = Field(
         default="float32", description="bf16: compute in bfloat16 over float32 master weights."
     )
+    shard: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="With several processes: divide weights, gradients and moments over them (FSDP2), or keep whole copies. auto: divide "
+        "on GPUs. Frozen models likewise.",
+    )
+    offload: Literal["none", "params"] = Field(
+        default="none",
+        description="params: what a process holds of a sharded model lies in the CPU's memory, and the optimizer works there.",
+    )
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
         description="Keep an exponential moving average of the weights (0.992 is DeepSpeed-Chat's), saved beside the model.",

@@ -172,16 +172,19 @@ def karmarkar_karp(sizes: Sequence[int], k: int) -> list[list[int]]:
     return sorted((sorted(items) for _, items in heap[0][2]), key=lambda items: items or [len(sizes)])
 
 
-def _balanced(sizes: Sequence[int], bins: list[list[int]]) -> list[list[int]]:
-    """As many bins with sums nearer to each other, or `bins` where that would make the largest larger or the spread wider."""
-    even = karmarkar_karp(sizes, len(bins))
+def _balanced(sizes: Sequence[int], bins: list[list[int]], count: int) -> list[list[int]]:
+    """`count` bins with sums near to each other, or `bins` where that would make the largest larger or the spread of as many bins wider."""
+    even = karmarkar_karp(sizes, count)
     before, after = ([sum(sizes[i] for i in b) for b in some] for some in (bins, even))
-    better = max(after) <= max(before) and max(after) - min(after) <= max(before) - min(before)
+    narrower = count > len(bins) or max(after) - min(after) <= max(before) - min(before)
+    better = max(after) <= max(before) and narrower
     return even if better else bins
 
 
-def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[Pack]:
+def pack_trees(trees: Sequence[Tree], max_tokens: int, multiple: int = 1) -> list[Pack]:
     """As few packs of at most `max_tokens` tokens as first-fit decreasing needs, then evened out: the largest decides the peak of memory.
+
+    Where there are trees enough their number is a multiple of `multiple`: each of so many processes has as many to compute.
 
     A tree is never split. More than `PACKED_AT_ONCE` trees are packed in runs of so many, since evening out takes time that grows with
     the square of their number. The result depends on nothing but the arguments.
@@ -199,7 +202,10 @@ def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[Pack]:
     for start in range(0, len(sizes), PACKED_AT_ONCE):
         run = sizes[start : start + PACKED_AT_ONCE]
         bins = first_fit_decreasing(run, max_tokens)
-        for members in _balanced(run, bins) if len(bins) > 1 else bins:
+        wanted = min(-(-len(bins) // multiple) * multiple, len(run))
+        for members in _balanced(run, bins, wanted) if wanted > 1 else bins:
+            if not members:
+                continue
             numbers = [start + i for i in members]
             packs.append(make_pack([trees[i] for i in numbers], numbers))
     return packs

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from accord.data.packing import Pack
+from accord.data.packing import Pack, pack_trees
+from accord.data.trees import Tree
+from accord.engine.ranks import Ranks, join
 from accord.errors import NonFiniteError
+from accord.models import sharded
 from accord.models.distribution import Distribution
-from accord.models.forward import PackedModel
+from accord.models.forward import FrozenModel, PackedModel
 
 if TYPE_CHECKING:
     from accord.config import Train
     from accord.models.load import LoadedModel
 
+T = TypeVar("T")
 MAX_SKIPPED_IN_A_ROW = 5
+_SUMMED_AT_ONCE = 2**24  # numbers of gradients that travel together
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,9 @@ class TrainedModel(PackedModel):
 
     Losses are sums whose weights add up to 1 over the whole step, so accumulation needs no factor. Trained parameters are
     float32 (master weights); `train.precision` bf16 computes in bfloat16 under autocast.
+
+    In a group of processes each computes its share of the packs (`learn`, `each`), and gradients are summed before the step. Every
+    process holds the whole model, or its part of it (`train.shard`); a sharded model is read in lockstep.
     """
 
     def __init__(
@@ -64,8 +72,13 @@ class TrainedModel(PackedModel):
         ema: bool = True,
         parameters: dict[str, torch.nn.Parameter]
         | None = None,  # what is trained; None: all of the module that requires gradient
+        shard: bool = True,  # where `train.shard` says so
     ) -> None:
         super().__init__(loaded.module, precision=train.precision)
+        self.ranks = join()
+        if shard and parameters is None and shards(train, self.ranks):
+            sharded.shard(self.module, self.ranks.mesh, offload=train.offload == "params")
+        self.lockstep = sharded.is_sharded(self.module)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self.train_settings = train
@@ -99,6 +112,7 @@ class TrainedModel(PackedModel):
         self.skipped = 0
         self._skipped_in_a_row = 0
         self._nonfinite = False
+        self._summed = False  # the gradients are those of all processes already
         self._packs: list[Pack] = []  # of the step under way, for the file that a non-finite step leaves
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -142,15 +156,82 @@ class TrainedModel(PackedModel):
         with self.evaluating(), as_reference(self.module):
             yield
 
+    # -- packs and processes -----------------------------------------------------------------------------------------
+
+    def pack(self, trees: Sequence[Tree]) -> list[Pack]:
+        """The packs of `trees`, so that each process has as many."""
+        return pack_trees(trees, self.train_settings.max_tokens, multiple=self.ranks.world)
+
+    def each(self, items: Sequence[Any], compute: Callable[[Any], T]) -> list[T]:
+        """What `compute` reads of every pack with this model, in order; each process reads its share (`Ranks.each`)."""
+        return self.ranks.each(items, compute, lockstep=self.lockstep)
+
+    def learn(self, items: Sequence[Any], compute: Callable[[Any], tuple[Tensor, T]]) -> list[tuple[float, T]]:
+        """The backward pass of every pack's loss: `compute` gives (loss, what is to be reported of the pack); so does this, in order.
+
+        Each process takes its share. Gradients are summed over processes once, in the last backward pass or in `step`.
+        """
+        own: dict[int, tuple[float, T]] = {}
+        like, turns = None, self.ranks.turns(len(items), self.lockstep)
+        for turn, (number, counts) in enumerate(turns, 1):
+            if self.lockstep:
+                sharded.reduce_gradients(self.module, turn == len(turns))
+            loss, result = compute(items[number])
+            self.backward(loss if counts else 0 * loss)
+            like = (float(loss.detach()), result)
+            if counts:
+                own[number] = like
+        found = self.ranks.collect(own, like, len(items))
+        self._nonfinite |= not all(math.isfinite(loss) for loss, _ in found)
+        return found
+
     # -- one optimizer step ------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`. A loss that is not finite adds none and spoils the step (see `step`)."""
         if not torch.isfinite(loss.detach()):
             self._nonfinite = True
-            return
-        if not self._nonfinite:
+        self._summed = False
+        if not self._nonfinite or self.lockstep:  # the others wait for this pass
             loss.backward()
+
+    def spoil(self) -> None:
+        """Make the step one that is not finite."""
+        self._nonfinite = True
+
+    def gradient_norm(self) -> float | None:
+        """The norm of the step's gradient over all processes; None where there is none. NaN where a loss was not finite."""
+        if not self._summed:
+            self._sum_gradients()
+            self._summed = True
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if self._nonfinite:
+            return math.nan
+        if not gradients:
+            return None
+        if not self.lockstep:
+            return float(torch.nn.utils.get_total_norm(gradients))
+        parted = [gradient for gradient in gradients if sharded.is_parted(gradient)]
+        square = torch.tensor(sharded.squared_norm(parted), dtype=torch.float64)
+        others = sharded.squared_norm([gradient for gradient in gradients if not sharded.is_parted(gradient)])
+        return math.sqrt(float(self.ranks.sum_(square)) + others)
+
+    def _sum_gradients(self) -> None:
+        """Σ over the processes of the gradients that FSDP has not summed. A parameter with a gradient anywhere has one everywhere then."""
+        if self.ranks.world == 1:
+            return
+        own = [p for p in self.parameters.values() if not sharded.is_parted(p)]
+        flags = torch.tensor([*(p.grad is not None for p in own), self._nonfinite], dtype=torch.uint8)
+        *present, self._nonfinite = self.ranks.max_(flags).bool().tolist()
+        gradients = []
+        for parameter in (p for p, there in zip(own, present, strict=True) if there):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        for together in _runs(gradients, _SUMMED_AT_ONCE):
+            summed = self.ranks.sum_(torch.cat([gradient.reshape(-1) for gradient in together]))
+            for gradient, part in zip(together, summed.split([g.numel() for g in together]), strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def step(self) -> StepInfo:
         """Clip, update, advance the schedule and the EMA; gradients are cleared.
@@ -159,27 +240,38 @@ class TrainedModel(PackedModel):
         with `on_nonfinite: skip` leaves weights and schedule alone and is counted; five in a row raise all the same.
         """
         lr = self.lr(self.schedule_step + 1)
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if not gradients and not self._nonfinite:
+        norm = self.gradient_norm()
+        if norm is None:
             self._packs.clear()
             return StepInfo(0.0, lr, True)
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else math.nan
-        if self._nonfinite or not math.isfinite(norm):
+        if not math.isfinite(norm):
             return self._nonfinite_step(lr)
         if self.train_settings.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(
-                list(self.parameters.values()), self.train_settings.max_grad_norm, torch.tensor(norm)
-            )
+            self._clip(norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.schedule_step += 1
         self._skipped_in_a_row = 0
         self._clear()
+        self._weights_changed()
         if self.ema is not None and self.ema_decay is not None:
             with torch.no_grad():
-                torch._foreach_lerp_(list(self.ema.values()), [p.float() for p in self.parameters.values()], 1 - self.ema_decay)
+                weights = [sharded.local(p).float() for p in self.parameters.values()]
+                torch._foreach_lerp_([sharded.local(average) for average in self.ema.values()], weights, 1 - self.ema_decay)
         return StepInfo(norm, lr, False)
+
+    def _clip(self, norm: float) -> None:
+        limit = self.train_settings.max_grad_norm
+        if not self.lockstep:
+            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, torch.tensor(norm))
+        elif (scale := limit / (norm + 1e-6)) < 1:  # the same formula
+            torch._foreach_mul_([sharded.local(p.grad) for p in self.parameters.values() if p.grad is not None], scale)
+
+    def _weights_changed(self) -> None:
+        """What a sharded model has brought together is out of date."""
+        if self.lockstep:
+            sharded.reshard(self.module)
 
     def lr(self, step: int) -> float:
         t = self.train_settings
@@ -197,7 +289,7 @@ class TrainedModel(PackedModel):
     def _clear(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._nonfinite = False
+        self._nonfinite = self._summed = False
         self._packs.clear()
 
     def _nonfinite_step(self, lr: float) -> StepInfo:
@@ -238,17 +330,18 @@ class TrainedModel(PackedModel):
     def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Continue from what `state_tensors` and `state` gave, to the bit."""
         for name, p in self.parameters.items():
-            p.copy_(tensors["model"][name])
+            p.copy_(sharded.divided(tensors["model"][name], p))
         self.optimizer.state.clear()
         for name, p in self.parameters.items():
             moments = {
                 key.rsplit("/", 1)[1]: value for key, value in tensors["optimizer"].items() if key.rsplit("/", 1)[0] == name
             }
             if moments:
-                self.optimizer.state[p] = {key: value.clone().to(p.device) for key, value in moments.items()}
+                self.optimizer.state[p] = {key: sharded.divided(value.clone(), p) for key, value in moments.items()}
         if self.ema is not None:
             for name, value in self.ema.items():
-                value.copy_(tensors["ema"][name])
+                value.copy_(sharded.divided(tensors["ema"][name], value))
+        self._weights_changed()
         self.schedule_step, self.skipped = state["schedule_step"], state["skipped"]
         self.lr_factor = state.get("lr_factor", 1.0)  # older checkpoints know no other rate than the schedule's
         self._skipped_in_a_row = state["skipped_in_a_row"]
@@ -262,6 +355,7 @@ class TrainedModel(PackedModel):
         with torch.no_grad():
             for name, p in self.parameters.items():
                 p.copy_(self.ema[name])
+        self._weights_changed()
         self.holds_ema = True
         try:
             yield
@@ -270,6 +364,46 @@ class TrainedModel(PackedModel):
             with torch.no_grad():
                 for name, p in self.parameters.items():
                     p.copy_(kept[name])
+            self._weights_changed()
+
+    # -- whole weights -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, all weights are whole everywhere, and each process may read them as often as it likes. No gradient."""
+        with sharded.gathered(self.module):
+            yield
+
+    def write(self, save: Callable[[], None]) -> None:
+        """Let the main process `save` the model, its weights whole on the CPU; the others wait."""
+        with sharded.whole_weights(self.module, self.ranks.is_main):
+            self.ranks.ask_main(save)
+
+
+def shards(train: Train, ranks: Ranks) -> bool:
+    """Whether models are divided over the processes (`train.shard`)."""
+    return ranks.world > 1 and (train.shard == "always" or (train.shard == "auto" and torch.cuda.is_available()))
+
+
+def frozen_model(module: torch.nn.Module, train: Train) -> FrozenModel:
+    """A reference or reward model beside a trained one, divided over the processes where that is."""
+    model = FrozenModel(module, precision=train.precision)
+    ranks = join()
+    if shards(train, ranks):
+        sharded.shard(model.module, ranks.mesh, offload=train.offload == "params")
+    return model
+
+
+def _runs(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, `most` numbers together, or one tensor that has more."""
+    run: list[Tensor] = []
+    for tensor in tensors:
+        if run and (run[0].dtype != tensor.dtype or sum(t.numel() for t in run) + tensor.numel() > most):
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run
 
 
 def prefixed(prefix: str, files: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

@@ -165,6 +165,8 @@ def _packed_inputs(module: nn.Module, pack: Pack, embedding_noise: float | None)
         "accord_layout": SegmentLayout(pack.segments, pack.position_ids),
     }
     if embedding_noise:
+        if hasattr(module, "unshard"):  # the embedding is read before the forward that would bring it together
+            module.unshard()  # type: ignore[operator]
         embedded = module.get_input_embeddings()(pack.input_ids[None])  # type: ignore[operator]
         inputs["inputs_embeds"] = embedded + _neftune_noise(pack, embedded, embedding_noise)
     else:
@@ -188,7 +190,7 @@ def _lengths(pack: Pack) -> list[int]:
 def _packed_hidden(module: nn.Module, pack: Pack, embedding_noise: float | None = None) -> Tensor:
     """[1, T, d]"""
     with packed_forward():
-        return heads.backbone(module)(**_packed_inputs(module, pack, embedding_noise)).last_hidden_state
+        return heads.last_hidden(module, **_packed_inputs(module, pack, embedding_noise))
 
 
 def _padded_batch(pack: Pack) -> tuple[Tensor, Tensor]:
@@ -205,7 +207,7 @@ def _padded_batch(pack: Pack) -> tuple[Tensor, Tensor]:
 
 def _padded_hidden(module: nn.Module, pack: Pack) -> Tensor:
     ids, mask = _padded_batch(pack)
-    return heads.backbone(module)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    return heads.last_hidden(module, input_ids=ids, attention_mask=mask, use_cache=False)
 
 
 def _logits(module: nn.Module, pack: Pack, packed: bool, embedding_noise: float | None = None) -> Tensor:
@@ -307,7 +309,7 @@ def _head_is_linear(module: nn.Module) -> bool:
     ids = torch.arange(min(8, head.out_features), device=head.weight.device)[None]
     was_training = module.training
     module.eval()
-    hidden = heads.backbone(module)(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = heads.last_hidden(module, input_ids=ids, use_cache=False)
     # Large hidden states would show a soft-cap that small ones hide: compare through the model's own forward and by its config.
     logits = module(input_ids=ids, use_cache=False).logits
     module.train(was_training)

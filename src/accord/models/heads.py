@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from accord.errors import ConfigError
 
+READ = "accord_hidden"  # the method by which a sharded model reads its backbone (models/sharded.py)
+
 
 def unwrap(module: nn.Module) -> Any:
     """The `transformers` model itself, without peft's wrapper around it."""
@@ -33,6 +35,13 @@ def backbone(module: nn.Module) -> nn.Module:
     """The model without its head: its output's `last_hidden_state` is what the head reads."""
     base = unwrap(module)
     return getattr(base, base.base_model_prefix)
+
+
+def last_hidden(module: nn.Module, **inputs: Any) -> Tensor:
+    """The hidden states of the backbone's last layer."""
+    base = unwrap(module)
+    read = getattr(base, READ, None)  # of a sharded model: its weights are brought together first
+    return read(**inputs) if read is not None else backbone(base)(**inputs).last_hidden_state
 
 
 def score_head(module: nn.Module) -> nn.Module:

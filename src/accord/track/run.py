@@ -32,6 +32,7 @@ STAGES = ("sft", "reward", "dpo", "ppo")
 # does: a run that it has stopped goes on when the user says otherwise.
 NEUTRAL = (
     "run.dir", "run.resume", "run.overwrite", "track", "checkpoint", "data.cache", "data.workers", "extends", "launch", "ppo.alarms", "ppo.on_alarm",
+    "train.shard", "train.offload",
 )  # fmt: skip
 # Sections that a stage does not read: a changed PPO setting is no other configuration for a finished SFT.
 UNREAD = {
@@ -197,6 +198,20 @@ class RunFolder:
         head = HEAD + json.dumps(describe(self.stage, started), ensure_ascii=False)
         body = yaml.safe_dump(plain_config(self.config), sort_keys=False, allow_unicode=True, width=120)
         write_atomically(self.config_path, f"{head}\n{body}".encode("utf-8", "backslashreplace"))
+
+
+class FollowedRun(RunFolder):
+    """The folder as a process sees it that is not the main one of its group: the same paths and state; the main one writes."""
+
+    def __init__(self, folder: Path, stage: str, config: Any, state: State) -> None:
+        super().__init__(folder, stage, config, state, overwrite=False, warnings=())
+
+    def begin(self) -> None:
+        """Nothing: the main process has taken it."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Count it as finished here too."""
+        self.state = "finished"
 
 
 def open_run(config: Any, stage: str, folder: Path | str) -> RunFolder:

@@ -154,6 +154,23 @@ class Tracker:
             ) from error
 
 
+class NoTracker:
+    """The tracker of a process that is not the main one of its group: it writes nothing and says nothing."""
+
+    wall_s = 0.0
+
+    def _nothing(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    log = log_samples = log_alarm = note = pause = sync = close = _nothing
+
+    def __enter__(self) -> "NoTracker":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
 class _Board:
     """TensorBoard, one writer a split so that train and eval share a chart. What a resume will log again is purged.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accord.data.dataset import Example, Examples, corpus, load_examples
 from accord.data.needs import Need
-from accord.data.packing import PACKED_AT_ONCE, Pack, pack_trees
+from accord.data.packing import PACKED_AT_ONCE, Pack
 from accord.data.template import ConversationEncoder
 from accord.engine.trained import StepInfo, TrainedModel
 from accord.errors import ConfigError, DataError
@@ -87,9 +87,9 @@ def check_context(module: Any, max_length: int, key: str = "data.max_length") ->
         )
 
 
-def batch_packs(examples: Sequence[Example], indices: Iterable[int], max_tokens: int) -> list[Pack]:
+def batch_packs(model: TrainedModel, examples: Sequence[Example], indices: Iterable[int]) -> list[Pack]:
     """The packs of one optimizer step. Each pack's `tree_index` counts within `indices`."""
-    return pack_trees([examples[i].tree for i in indices], max_tokens)
+    return model.pack([examples[i].tree for i in indices])
 
 
 def parts(size: int) -> Iterator[range]:
@@ -152,13 +152,9 @@ def save_trained(
     normalization: Callable[[], Normalization] | None = None,
 ) -> None:
     """A folder that plain `transformers` loads: LoRA merged, tokenizer, template, stop tokens, a reward model's normalisation."""
-    save_model(
-        model.loaded,
-        folder,
-        stop_token_ids=stop_token_ids,
-        card=card(config, stage),
-        normalization=normalization() if normalization else None,
-    )
+    found = normalization() if normalization else None
+    about = card(config, stage)
+    model.write(lambda: save_model(model.loaded, folder, stop_token_ids=stop_token_ids, card=about, normalization=found))
 
 
 def export_trained(
@@ -173,7 +169,7 @@ def export_trained(
     """RUN/model, and where there are any RUN/adapter and RUN/ema. `normalization` is asked for the weights of each."""
     save_trained(model, run / "model", config, stage, stop_token_ids, normalization=normalization)
     if has_adapter(model.module):
-        save_adapter(model.module, run / "adapter")
+        model.write(lambda: save_adapter(model.module, run / "adapter"))
     if model.ema is not None:
         with model.with_ema():
             save_trained(model, run / "ema", config, stage, stop_token_ids, normalization=normalization)

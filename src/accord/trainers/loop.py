@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accord.engine.checkpoint import latest_checkpoint, save_checkpoint
-from accord.errors import ConfigError, Interrupted, NonFiniteError
+from accord.engine.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from accord.engine.ranks import Ranks, join, together
+from accord.errors import AccordError, ConfigError, Interrupted, NonFiniteError
+from accord.models.sharded import whole
 from accord.track.files import plain, write_atomically
-from accord.track.run import RunFolder, open_run
-from accord.track.tracker import Tracker
+from accord.track.run import FollowedRun, RunFolder, open_run
+from accord.track.tracker import NoTracker, Tracker
 from accord.trainers.watch import Watch
 
 if TYPE_CHECKING:
@@ -67,8 +69,12 @@ class Trainer(Protocol):
 
 
 def seed_everything(seed: int, stage: str, step: int) -> None:
-    """Make torch, numpy and random pure functions of (seed, stage, step), so that a resume needs no generator's state."""
-    word = np.random.SeedSequence([seed, *stage.encode(), step]).generate_state(2)
+    """Make torch, numpy and random pure functions of (seed, stage, step), so that a resume needs no generator's state.
+
+    In a group also of the process: dropout is not the same noise everywhere.
+    """
+    rank = join().rank
+    word = np.random.SeedSequence([seed, *stage.encode(), step, *([rank] if rank else [])]).generate_state(2)
     torch.manual_seed(int(word[0]))
     np.random.seed(int(word[1]))
     random.seed(int(word[0]) << 32 | int(word[1]))
@@ -81,30 +87,43 @@ def run_loop(trainer: Trainer, run: RunFolder | None = None) -> dict[str, Any]:
     Raises Interrupted after a checkpoint on SIGINT or SIGTERM, StoppedByAlarm after one with `ppo.on_alarm: stop`, NonFiniteError as
     ALGORITHMS §0.7 says.
     """
-    with run or open_run(trainer.config, trainer.stage, Path(trainer.config.run.dir)) as run:
+    with together() as ranks, run or open_together(trainer.config, trainer.stage, Path(trainer.config.run.dir)) as run:
         if run.state == "finished":
-            return run.summary() or {}
-        return _run(trainer, run)
+            return ranks.ask_main(run.summary) or {}
+        return _run(trainer, run, ranks)
 
 
-def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
+def open_together(config: Config, stage: str, folder: Path) -> RunFolder:
+    """`open_run` of the main process, and what the others see of it."""
+    ranks = join()
+    opened: list[RunFolder] = []
+
+    def state() -> Any:
+        opened.append(open_run(config, stage, folder))
+        return opened[0].state
+
+    found = ranks.ask_main(state)
+    return opened[0] if opened else FollowedRun(folder, stage, config, found)
+
+
+def _run(trainer: Trainer, run: RunFolder, ranks: Ranks) -> dict[str, Any]:
     config = trainer.config
-    run.begin()
+    ranks.ask_main(run.begin)
     start, notes, watch = 0, _Notes(), Watch(trainer)
-    if run.state == "resumable" and (checkpoint := latest_checkpoint(run.checkpoints)) is not None:
+    if run.state == "resumable" and (checkpoint := _checkpoint(run, ranks)) is not None:
         state = checkpoint.state
         trainer.load_state({name: checkpoint.tensors(name) for name in state["files"]}, state["trainer"])
         start, notes = checkpoint.step, _Notes(**state["notes"])
         watch.load_state(state.get("alarms"))
     with (
-        Tracker(run, config.track, trainer.stage, trainer.total_steps, trainer.headline, start) as tracker,
+        _tracker(trainer, run, start) if ranks.is_main else NoTracker() as tracker,
         _Signals() as signals,
     ):
         for warning in run.warnings:
             tracker.note(warning)
         if start:
             tracker.note(f"going on from step {start} of {trainer.total_steps}")
-        triggers = _Triggers(trainer)
+        triggers = _Triggers(trainer, ranks)
         if start == 0 and config.eval.at_start:
             _evaluate(trainer, run, tracker, notes, watch, 0)
         for step in range(start + 1, trainer.total_steps + 1):
@@ -113,7 +132,7 @@ def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
             try:
                 metrics = trainer.step(step)
             except NonFiniteError as error:
-                raise _explain_nonfinite(error, run, trainer.stage, step) from error
+                raise _explain_nonfinite(error, run, trainer.stage, step, ranks.is_main) from error
             seconds = time.perf_counter() - began
             metrics.setdefault("time/step", seconds)
             if "train/tokens" in metrics:
@@ -128,18 +147,40 @@ def _run(trainer: Trainer, run: RunFolder) -> dict[str, Any]:
                 _evaluate(trainer, run, tracker, notes, watch, step)
             if triggers.export(step):
                 trainer.save(run.exports / f"step-{step}")
-            if not last and (triggers.checkpoint(step) or signals.received or watch.stopping):
-                _save(trainer, run, tracker, notes, watch, step)
+            stopping = ranks.any(bool(signals.received))
+            if not last and (triggers.checkpoint(step) or stopping or watch.stopping):
+                _save(trainer, run, tracker, notes, watch, step, ranks)
             if watch.stopping and not last:  # after the last step there is nothing left to stop
                 raise watch.stopped()
-            if signals.received and not last:
+            if stopping and not last:
                 raise Interrupted(
-                    f"stopped by {signals.name} after step {step} of {trainer.total_steps}. Start the same command again to go on."
+                    f"stopped by {signals.name or 'a signal'} after step {step} of {trainer.total_steps}. Start the same command again to go on."
                 )
         summary = _summary(trainer, tracker, notes, watch)
     trainer.export(run.folder)
-    run.finish(summary)
+    ranks.ask_main(lambda: run.finish(summary))
     return summary
+
+
+def _tracker(trainer: Trainer, run: RunFolder, start: int) -> Tracker:
+    return Tracker(run, trainer.config.track, trainer.stage, trainer.total_steps, trainer.headline, start)
+
+
+def _checkpoint(run: RunFolder, ranks: Ranks) -> Checkpoint | None:
+    """The newest whole checkpoint. Raises AccordError where a process sees another one than the main process."""
+    found: list[Checkpoint | None] = []
+
+    def newest() -> int | None:
+        found.append(latest_checkpoint(run.checkpoints))
+        return found[0].step if found[0] is not None else None
+
+    step = ranks.ask_main(newest)
+    checkpoint = found[0] if found else latest_checkpoint(run.checkpoints)
+    if (checkpoint.step if checkpoint is not None else None) != step:
+        raise AccordError(
+            f"process {ranks.rank} finds other checkpoints in {run.checkpoints} than the main process. They need one file system."
+        )
+    return checkpoint
 
 
 class _Notes:
@@ -160,7 +201,7 @@ class _Notes:
         return {"best": self.best, "best_step": self.best_step, "first": self.first, "final": self.final}
 
 
-def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, watch: Watch, step: int) -> None:
+def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker | NoTracker, notes: _Notes, watch: Watch, step: int) -> None:
     seed_everything(trainer.config.run.seed, trainer.stage + "/eval", step)
     metrics = trainer.evaluate(step)
     if not metrics:
@@ -185,20 +226,24 @@ def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes,
         trainer.save(run.best)
 
 
-def _save(trainer: Trainer, run: RunFolder, tracker: Tracker, notes: _Notes, watch: Watch, step: int) -> None:
+def _save(
+    trainer: Trainer, run: RunFolder, tracker: Tracker | NoTracker, notes: _Notes, watch: Watch, step: int, ranks: Ranks
+) -> None:
     tracker.sync()
     tensors, state = trainer.state()
-    save_checkpoint(
-        run.checkpoints,
-        step,
-        tensors,
-        {"files": sorted(tensors), "trainer": state, "notes": notes.as_dict(), "alarms": watch.state()},
-        keep_last=trainer.config.checkpoint.keep_last,
-    )
+    if ranks.world > 1:
+        tensors = {file: {name: whole(tensor) for name, tensor in group.items()} for file, group in tensors.items()}
+    held = {"files": sorted(tensors), "trainer": state, "notes": notes.as_dict(), "alarms": watch.state()}
+    keep_last = trainer.config.checkpoint.keep_last
+
+    def save() -> None:
+        save_checkpoint(run.checkpoints, step, tensors, held, keep_last=keep_last)
+
+    ranks.ask_main(save)
     tracker.pause()
 
 
-def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes, watch: Watch) -> dict[str, Any]:
+def _summary(trainer: Trainer, tracker: Tracker | NoTracker, notes: _Notes, watch: Watch) -> dict[str, Any]:
     name = trainer.config.eval.best_metric or trainer.best_metric
     summary: dict[str, Any] = {
         "stage": trainer.stage,
@@ -215,11 +260,12 @@ def _summary(trainer: Trainer, tracker: Tracker, notes: _Notes, watch: Watch) ->
     return summary
 
 
-def _explain_nonfinite(error: NonFiniteError, run: RunFolder, stage: str, step: int) -> NonFiniteError:
+def _explain_nonfinite(error: NonFiniteError, run: RunFolder, stage: str, step: int, is_main: bool) -> NonFiniteError:
     if not hasattr(error, "batch"):  # met while sampling: no row and no learning rate is to blame
         return NonFiniteError(f"{stage} step {step}: {error}")
     path = run.folder / f"nonfinite-step-{step}.json"
-    write_atomically(path, json.dumps({"stage": stage, "step": step, "batch": error.batch}).encode())
+    if is_main:
+        write_atomically(path, json.dumps({"stage": stage, "step": step, "batch": error.batch}).encode())
     return NonFiniteError(
         f"{stage} step {step}: {error}. The batch is in {path}. Lower train.lr, look at the rows of this batch, "
         "or set train.on_nonfinite=skip to leave such steps out."
@@ -227,10 +273,10 @@ def _explain_nonfinite(error: NonFiniteError, run: RunFolder, stage: str, step: 
 
 
 class _Triggers:
-    """When to evaluate, export and save: by steps, epochs or seconds, whichever are set."""
+    """When to evaluate, export and save: by steps, epochs or seconds, whichever are set. The clock is the main process's."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
+        self.trainer, self.ranks = trainer, ranks
         self._since = {"eval": time.monotonic(), "checkpoint": time.monotonic()}
 
     def _epochs(self, step: int, every: float | None) -> bool:
@@ -240,7 +286,9 @@ class _Triggers:
         return math.floor(self.trainer.epoch(step) / every + 1e-9) > math.floor(self.trainer.epoch(step - 1) / every + 1e-9)
 
     def _seconds(self, name: str, every: float | None) -> bool:
-        if not every or time.monotonic() - self._since[name] < every:
+        if not every:
+            return False
+        if not self.ranks.any(self.ranks.is_main and time.monotonic() - self._since[name] >= every):
             return False
         self._since[name] = time.monotonic()
         return True

@@ -15,7 +15,7 @@ from accord.algorithms.preference_losses import DPOStats, KTOStats, kto_referenc
 from accord.data.dataset import Example
 from accord.data.loader import BatchOrder
 from accord.data.needs import need_of
-from accord.data.packing import Pack, pack_trees
+from accord.data.packing import Pack
 from accord.engine.trained import TrainedModel
 from accord.errors import ConfigError
 from accord.models.load import load_causal
@@ -79,16 +79,17 @@ class DPOTrainer:
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step: the mean loss over all pairs (kto: all answers) of the batch."""
         numbers = self.order.batch(step)
-        packs = batch_packs(self.examples.train, numbers, self.config.train.max_tokens)
+        packs = batch_packs(self.model, self.examples.train, numbers)
         beta = self.beta(step)
         z0 = self.reference_point(self.examples.train, numbers)
         total = self._total(packs)
-        read: list[tuple[Any, Answers]] = []
-        for pack in packs:
+
+        def compare(pack: Pack) -> tuple[Tensor, tuple[Any, Answers]]:
             answers = self.read(pack, numbers, "train")
             loss, stats = self._loss(answers, beta, z0, total)
-            self.model.backward(loss)
-            read.append((stats, answers.detached()))
+            return loss, (stats, answers.detached())
+
+        read = [found for _, found in self.model.learn(packs, compare)]
         info = self.model.step()
         metrics = {**self._metrics(read, beta, z0), **step_metrics(info, self.model, packs, self.config.train.max_tokens)}
         if step == 1 and self.reference is not None and self.reference.rounds:
@@ -118,14 +119,17 @@ class DPOTrainer:
         zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
         if self.settings.loss_type != "kto":
             return zero
-        assert self.reference is not None
+        assert (frozen := self.reference) is not None
         trees = mismatched([examples[i].tree for i in numbers], self.config.data.max_length, self.config.train.max_tokens)
-        policy, reference = [zero[None][:0]], [zero[None][:0]]
-        for pack in pack_trees(trees, self.config.train.max_tokens):
-            reference.append(self.reference.read(pack))
+
+        def both(pack: Pack) -> tuple[Tensor, Tensor]:
+            reference = frozen.read(pack)
             with self.model.evaluating():
-                policy.append(pack.sum_by_sequence(self.model.token_logprobs(pack).logprobs))
-        return kto_reference_point(torch.cat(policy), torch.cat(reference))
+                return pack.sum_by_sequence(self.model.token_logprobs(pack).logprobs), reference
+
+        read = [(zero[None][:0], zero[None][:0]), *self.model.each(self.model.pack(trees), both)]
+        policy, reference = (torch.cat(side) for side in zip(*read, strict=True))
+        return kto_reference_point(policy, reference)
 
     def _total(self, packs: Sequence[Pack]) -> int:
         """What the loss is a mean over: pairs, or answers."""
@@ -147,17 +151,19 @@ class DPOTrainer:
         """The same numbers on the held-out examples."""
         if not len(self.held_out):
             return {}
-        beta, read = self.beta(step), []
-        groups = [
-            (numbers, batch_packs(self.held_out, numbers, self.config.train.max_tokens)) for numbers in parts(len(self.held_out))
-        ]
+        beta = self.beta(step)
+        groups = [(numbers, batch_packs(self.model, self.held_out, numbers)) for numbers in parts(len(self.held_out))]
         z0 = self.reference_point(self.held_out, range(len(self.held_out)))
         total = sum(self._total(packs) for _, packs in groups)
+        if self.reference is not None:
+            self.reference.prepare("valid")
+
+        def compare(item: tuple[Pack, Sequence[int]]) -> tuple[Any, Answers]:
+            answers = self.read(*item, "valid")
+            return self._loss(answers, beta, z0, total)[1], answers
+
         with self.model.evaluating():
-            for numbers, packs in groups:
-                for pack in packs:
-                    answers = self.read(pack, numbers, "valid")
-                    read.append((self._loss(answers, beta, z0, total)[1], answers))
+            read = self.model.each([(pack, numbers) for numbers, packs in groups for pack in packs], compare)
         return self._metrics(read, beta, z0)
 
     def epoch(self, step: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from accord.data.dataset import Example, cache_folder
 from accord.data.packing import Pack
 from accord.data.trees import Tree
-from accord.engine.trained import TrainedModel
+from accord.engine.trained import TrainedModel, frozen_model
+from accord.errors import ConfigError
 from accord.models.forward import FrozenModel
 from accord.models.heads import unwrap
 from accord.models.load import load_causal
 from accord.models.lora import REFERENCE, has_adapter
+from accord.models.sharded import whole
 from accord.trainers.common import batch_packs, parts
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ def reference_for(config: Config, model: TrainedModel) -> FrozenModel | None:
     if has_adapter(model.module) and path in (None, config.model.path):
         return None
     if path is None and config.model.path is None:  # from scratch: the reference is the same fresh model
+        if model.lockstep:
+            raise ConfigError(
+                "reference.path: a model from scratch that is sharded has no copy of its start. Set train.shard=never."
+            )
         return FrozenModel(copy.deepcopy(model.module), precision=config.train.precision)
     bare = config.model.model_copy(update={"lora": None})
     loaded = load_causal(
@@ -53,7 +59,7 @@ def reference_for(config: Config, model: TrainedModel) -> FrozenModel | None:
         path=path or config.model.path,
         dtype=config.reference.dtype or config.model.dtype,
     )
-    return FrozenModel(loaded.module, precision=config.train.precision)
+    return frozen_model(loaded.module, config.train)
 
 
 class Reference:
@@ -90,16 +96,21 @@ class Reference:
         key = f"{self.weights} {config.train.precision} {self.max_tokens}"
         folder = cache_folder() / "reference" if config.data.cache else None
         for split, examples in self.examples.items():
-            self.tables[split] = _precompute(read, examples, self.max_tokens, key, folder)
+            self.tables[split] = _precompute(self.model, read, examples, key, folder)
         self.frozen = None  # all it had to say is in the tables
 
     def logps(self, pack: Pack, numbers: Sequence[int], split: Split) -> Tensor:
         """[S] log π_ref of the pack's sequences; its trees are `examples[numbers[i]]` of `split`, i in `pack.tree_index`."""
-        if split == "valid" and split not in self.tables:
-            self.tables[split] = _precompute(self.read, self.examples[split], self.max_tokens, "", None)
+        if split == "valid":
+            self.prepare(split)
         if split in self.tables:
             return self.tables[split].of([numbers[i] for i in pack.tree_index]).to(self.model.device)
         return self.read(pack)
+
+    def prepare(self, split: Split) -> None:
+        """Ask about all of `split` now, where that has not been done."""
+        if split not in self.tables:
+            self.tables[split] = _precompute(self.model, self.read, self.examples[split], "", None)
 
     @torch.no_grad()
     def read(self, pack: Pack) -> Tensor:
@@ -131,7 +142,7 @@ class Table:
 
 
 def _precompute(
-    read: Callable[[Pack], Tensor], examples: Sequence[Example], max_tokens: int, key: str, folder: Path | None
+    model: TrainedModel, read: Callable[[Pack], Tensor], examples: Sequence[Example], key: str, folder: Path | None
 ) -> Table:
     """Ask about every example, part by part; a part that was kept before, of the same model and the same tokens, is not asked again."""
     values, counts, asked = [], [], 0
@@ -140,11 +151,12 @@ def _precompute(
         counts += [len(tree.leaves) for tree in trees]
         path = folder / f"{_digest(key, trees)}.safetensors" if folder is not None else None
         found = _kept(path, sum(len(tree.leaves) for tree in trees)) if path is not None else None
-        if found is None:
-            found = _ask(read, examples, numbers, max_tokens)
+        if model.ranks.any(found is None):
+            found = _ask(model, read, examples, numbers)
             asked += len(numbers)
-            if path is not None:
+            if path is not None and model.ranks.is_main:
                 _keep(path, found)
+        assert found is not None
         values.append(found)
     if folder is not None and len(examples):
         log.info(
@@ -155,11 +167,11 @@ def _precompute(
     )
 
 
-def _ask(read: Callable[[Pack], Tensor], examples: Sequence[Example], numbers: Sequence[int], max_tokens: int) -> Tensor:
+def _ask(model: TrainedModel, read: Callable[[Pack], Tensor], examples: Sequence[Example], numbers: Sequence[int]) -> Tensor:
     by_example: dict[int, Tensor] = {}
-    for pack in batch_packs(examples, numbers, max_tokens):
-        found = read(pack).cpu().split([len(tree.leaves) for tree in pack.trees])
-        by_example.update(zip(pack.tree_index, found, strict=True))
+    packs = batch_packs(model, examples, numbers)
+    for pack, logps in zip(packs, model.each(packs, lambda pack: read(pack).cpu()), strict=True):
+        by_example.update(zip(pack.tree_index, logps.split([len(tree.leaves) for tree in pack.trees]), strict=True))
     return torch.cat([by_example[i] for i in range(len(numbers))])
 
 
@@ -210,10 +222,12 @@ def weights_fingerprint(module: nn.Module) -> str:
     settings = {k: v for k, v in base.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16)
     fresh = has_adapter(module) and REFERENCE not in module.peft_config  # type: ignore[operator]
+    tensor: Any
     for name, tensor in sorted(module.state_dict().items()):
         if fresh and "lora_" in name:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        tensor = whole(tensor)
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 

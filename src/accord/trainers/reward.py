@@ -22,12 +22,12 @@ from accord.algorithms.reward_losses import (
 from accord.data.dataset import Example, Examples
 from accord.data.loader import BatchOrder
 from accord.data.needs import need_of
-from accord.data.packing import Pack, pack_trees
+from accord.data.packing import Pack
 from accord.engine.trained import TrainedModel
 from accord.errors import ConfigError
 from accord.models.load import load_scalar
 from accord.models.normalization import Normalization, normalization_of
-from accord.track.run import RunFolder, open_run
+from accord.track.run import RunFolder
 from accord.trainers.common import (
     check_context,
     export_trained,
@@ -38,7 +38,7 @@ from accord.trainers.common import (
     spread,
     step_metrics,
 )
-from accord.trainers.loop import run_loop
+from accord.trainers.loop import open_together, run_loop
 from accord.trainers.reward_evaluation import Judged, evaluate_pairs, evaluate_scores, joined, write_evaluation
 
 if TYPE_CHECKING:
@@ -87,24 +87,19 @@ class RewardTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        run = run or open_run(self.config, self.stage, Path(self.config.run.dir))
+        run = run or open_together(self.config, self.stage, Path(self.config.run.dir))
         self.folder = run.folder
         return run_loop(self, run)
 
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step: the mean loss over all pairs (prompts, scored answers) of the batch."""
         examples = [self.examples.train[i] for i in self.order.batch(step)]
-        packs = pack_trees([example.tree for example in examples], self.config.train.max_tokens)
-        loss, parts = 0.0, []
-        for pack in packs:
-            pack_loss, judged = self.judge(pack, examples)
-            self.model.backward(pack_loss)
-            loss += float(pack_loss.detach())
-            parts.append(judged)
+        packs = self.model.pack([example.tree for example in examples])
+        parts = self.model.learn(packs, lambda pack: self.judge(pack, examples))
         info = self.model.step()
         return {
-            "reward/loss": loss,
-            **self._statistics(joined(parts)),
+            "reward/loss": sum(loss for loss, _ in parts),
+            **self._statistics(joined([judged for _, judged in parts])),
             **step_metrics(info, self.model, packs, self.config.train.max_tokens),
         }
 
@@ -167,17 +162,15 @@ class RewardTrainer:
             assert targets is not None
             result = evaluate_scores(judged, targets, examples)
             calibration = {"reward/calibration_error": result["calibration_error"]}
-        if self.folder is not None:
-            write_evaluation(self.folder, step, result)
+        if (folder := self.folder) is not None:
+            self.model.ranks.ask_main(lambda: write_evaluation(folder, step, result))
         return {"reward/loss": loss, **self._statistics(judged), **calibration}
 
     def _judge_all(self, examples: Sequence[Example]) -> tuple[float, Judged]:
         """The mean loss and all scores, without gradient."""
+        packs = self.model.pack([example.tree for example in examples])
         with self.model.evaluating():
-            found = [
-                self.judge(pack, examples)
-                for pack in pack_trees([example.tree for example in examples], self.config.train.max_tokens)
-            ]
+            found = self.model.each(packs, lambda pack: self.judge(pack, examples))
         return sum(float(loss) for loss, _ in found), joined([judged for _, judged in found])
 
     def normalization(self) -> Normalization:

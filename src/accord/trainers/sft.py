@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from accord.algorithms.losses import sft_loss
 from accord.data.loader import BatchOrder
-from accord.data.packing import pack_trees
+from accord.data.packing import Pack
 from accord.engine.trained import TrainedModel, count_targets
 from accord.models.load import load_causal
 from accord.track.run import RunFolder
@@ -59,36 +60,34 @@ class SFTTrainer:
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step: the mean negative log-likelihood over all trained tokens of the batch."""
         settings = self.config.sft
-        packs = batch_packs(self.examples.train, self.order.batch(step), self.config.train.max_tokens)
+        packs = batch_packs(self.model, self.examples.train, self.order.batch(step))
         total = count_targets(packs)
-        loss = likelihood = 0.0
-        for pack in packs:
-            if not pack.num_targets:
-                continue
+
+        def read(pack: Pack) -> tuple[Tensor, float]:
+            """What the pack adds to the loss, and to the mean log-likelihood."""
             out = self.model.token_logprobs(pack, mean=settings.label_smoothing > 0, embedding_noise=settings.neftune_alpha)
             weights = torch.full_like(out.logprobs, 1 / total)
-            pack_loss = sft_loss(out.logprobs, weights, out.mean_logprobs, settings.label_smoothing)
-            self.model.backward(pack_loss)
-            loss += float(pack_loss.detach())
-            likelihood += float(out.logprobs.detach().double().sum()) / total
+            loss = sft_loss(out.logprobs, weights, out.mean_logprobs, settings.label_smoothing)
+            return loss, float(out.logprobs.detach().double().sum()) / total
+
+        parts = self.model.learn([pack for pack in packs if pack.num_targets], read)
         info = self.model.step()
         return {
-            "sft/loss": loss,
-            "sft/perplexity": perplexity(-likelihood),
+            "sft/loss": sum(loss for loss, _ in parts),
+            "sft/perplexity": perplexity(-sum(likelihood for _, likelihood in parts)),
             **step_metrics(info, self.model, packs, self.config.train.max_tokens),
         }
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The held-out loss per token, and its exponential."""
         examples = limited(self.examples.valid, self.config.eval.max_examples)
-        packs = pack_trees([example.tree for example in examples], self.config.train.max_tokens)
+        packs = [pack for pack in self.model.pack([example.tree for example in examples]) if pack.num_targets]
         total = count_targets(packs)
         if not total:
             return {}
         with self.model.evaluating():
-            loss = (
-                -sum(float(self.model.token_logprobs(pack).logprobs.double().sum()) for pack in packs if pack.num_targets) / total
-            )
+            sums = self.model.each(packs, lambda pack: float(self.model.token_logprobs(pack).logprobs.double().sum()))
+        loss = -sum(sums) / total
         return {"sft/loss": loss, "sft/perplexity": perplexity(loss)}
 
     def epoch(self, step: int) -> float:

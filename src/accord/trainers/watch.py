@@ -9,7 +9,7 @@ from accord.errors import StoppedByAlarm
 from accord.track.alarms import Alarm, Monitor
 
 if TYPE_CHECKING:
-    from accord.track.tracker import Tracker
+    from accord.track.tracker import NoTracker, Tracker
 
 LOWERED = 0.5  # by what lower_lr multiplies the learning rates
 
@@ -32,7 +32,7 @@ class Watch:
     def stopping(self) -> bool:
         return self.stopped_by is not None
 
-    def look(self, metrics: Mapping[str, Any], split: str, step: int, tracker: Tracker) -> None:
+    def look(self, metrics: Mapping[str, Any], split: str, step: int, tracker: Tracker | NoTracker) -> None:
         """Look at the metrics of a step ("train") or an evaluation ("eval"), and do what is to be done."""
         if self.monitor is None:
             return

@@ -1,0 +1,151 @@
+"""A model whose weights, gradients and moments are divided over processes: FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Each block is one unit; the embeddings, the last norm and the head are another, the root. The root's weights stay whole after a forward,
+so that what reads the head directly (`Distribution`) finds it. Gradients are summed, not averaged: losses are shares of one sum already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from accord.models.heads import READ, backbone, unwrap
+
+
+def shard(module: nn.Module, mesh: Any, *, offload: bool = False) -> None:
+    """Divide `module` over `mesh`, in place: its parameters become DTensors, split along their first dimension.
+
+    `offload`: what belongs to this process lies in the CPU's memory and goes to the GPU for each use.
+    """
+    base = unwrap(module)
+    policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    for block in _blocks(base):
+        fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+    fully_shard(base, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
+    for part in _units(module):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+    base.set_reduce_scatter_unused_params(True)  # a process whose pack left an expert out waits for nobody
+    # The backbone is read without the head around it: that is a forward of the root too.
+    setattr(base, READ, MethodType(_read, base))
+    register_fsdp_forward_method(base, READ)
+
+
+def _read(base: nn.Module, **inputs: Any) -> Tensor:
+    return backbone(base)(**inputs).last_hidden_state
+
+
+def _blocks(base: nn.Module) -> list[nn.Module]:
+    """The transformer's blocks: the outermost list of modules in the backbone."""
+    lists = (part for part in backbone(base).modules() if isinstance(part, nn.ModuleList))
+    return list(next(lists, []))
+
+
+def _units(module: nn.Module) -> list[Any]:
+    """The root first."""
+    return [part for part in unwrap(module).modules() if isinstance(part, FSDPModule)]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(unwrap(module), FSDPModule)
+
+
+def reduce_gradients(module: nn.Module, now: bool) -> None:
+    """Whether the next backward pass sums the gradients over the processes, or keeps adding them up here."""
+    root = unwrap(module)
+    root.set_requires_gradient_sync(now)
+    root.set_is_last_backward(now)
+
+
+def reshard(module: nn.Module) -> None:
+    """Give whole weights back: the parts that belong to the processes have changed."""
+    for part in _units(module):
+        part.reshard()
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, all weights are whole in every process and no forward needs another process: each may stop when it likes. No gradient."""
+    if not is_sharded(module):
+        yield
+        return
+    root, *blocks = _units(module)
+    reshard(module)
+    for part in (root, *blocks):
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(True, recurse=False)
+        reshard(module)
+
+
+@contextmanager
+def whole_weights(module: nn.Module, keep: bool) -> Iterator[None]:
+    """Inside, in the process that `keep`s them, the parameters are plain tensors on the CPU, as if nothing were divided: to be written.
+
+    All processes have to be here; no forward is possible inside.
+    """
+    if not is_sharded(module):
+        yield
+        return
+    reshard(module)
+    replaced: list[tuple[nn.Module, str, Any]] = []
+    known: dict[int, nn.Parameter] = {}  # tied weights are gathered once, and stay tied
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in known:
+                full = whole(parameter)
+                known[id(parameter)] = nn.Parameter(full.cpu() if keep else full[:0], requires_grad=parameter.requires_grad)
+            if keep:
+                replaced.append((part, name, parameter))
+    for part, name, parameter in replaced:
+        part._parameters[name] = known[id(parameter)]
+    try:
+        yield
+    finally:
+        for part, name, parameter in replaced:
+            part._parameters[name] = parameter
+
+
+# ------------------------------------------------------------------------------------------------------------------ tensors
+
+
+def is_parted(tensor: Tensor) -> bool:
+    """Whether other processes hold the rest of it."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a divided tensor that is here; another one itself. Written to, the tensor changes."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A divided tensor as a whole, for which all processes have to ask; another one itself."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def divided(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor divided as `like` is (its step counter, a single number, never is)."""
+    tensor = tensor.to(like.device)
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def squared_norm(tensors: list[Tensor]) -> float:
+    """Σ x² of what is here, in float64."""
+    return float(sum(torch.linalg.vector_norm(local(t), dtype=torch.float64).square().cpu() for t in tensors if local(t).numel()))

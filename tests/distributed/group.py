@@ -1,0 +1,73 @@
+"""Real process groups for tests: `answers(2, jobs)` runs jobs of worker.py in a group of two, `alone(jobs)` in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+Job = dict[str, Any]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(world: int, command: list[str], folder: Path, **environment: str) -> list[subprocess.Popen]:
+    """A group on this machine, as torchrun would start it. What each process prints goes to FOLDER/<rank>.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = str(free_port())
+    processes = []
+    for rank in range(world):
+        own = {
+            **os.environ,
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), **environment,
+        }  # fmt: skip
+        log = (folder / f"{rank}.log").open("w")
+        processes.append(subprocess.Popen([sys.executable, *command], env=own, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    return processes
+
+
+def finish(processes: list[subprocess.Popen], folder: Path, timeout: float = 900) -> list[int]:
+    """Their exit codes. Those that still run after `timeout` are killed, and the test fails with what they said."""
+    end = time.monotonic() + timeout
+    try:
+        return [process.wait(max(1.0, end - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"a process hangs:\n{said(folder)}") from None
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+def said(folder: Path) -> str:
+    return "\n".join(f"-- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log")))
+
+
+def answers(world: int, jobs: list[Job], folder: Path) -> list[list[Any]]:
+    """What every process gives for every job: [rank][job]."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    processes = start(world, ["-m", "tests.distributed.worker", str(folder)], folder)
+    codes = finish(processes, folder)
+    assert codes == [0] * world, said(folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def alone(jobs: list[Job]) -> list[Any]:
+    """The same jobs in this very process."""
+    from tests.distributed.worker import do
+
+    return [do(job) for job in jobs]
