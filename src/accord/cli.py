@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from accord.errors import AccordError, ConfigError, Interrupted
-from accord.launch.environment import ERROR_FILE, UNFORESEEN
+from accord.errors import AccordError, ConfigError, Interrupted, PeerLost
+from accord.launch.environment import ERROR_FILE
 
 app = typer.Typer(
     name="accord",
@@ -402,7 +402,7 @@ def _unexpected(error: Exception) -> int:
         _say(f"       This is not a mistake of yours that we know of. Traceback: {file.name} (or run again with --debug).")
     except OSError:
         traceback.print_exception(error)
-    return UNFORESEEN if os.environ.get(ERROR_FILE) else 1
+    return PeerLost.exit_code if os.environ.get(ERROR_FILE) else 1  # it may be what a lost connection looks like
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@ LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them. `engine/` 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stdout
 from typing import TYPE_CHECKING
 
 from accord.errors import ConfigError
-from accord.launch.environment import end_with_parent, is_main, is_started_here, world_size
+from accord.launch.environment import end_with_parent, is_started_here, world_size
 from accord.launch.local import number_of_processes, run_local
 
 if TYPE_CHECKING:
@@ -28,7 +26,10 @@ def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> 
     world = world_size()
     if world is not None:
         check_mesh(config, world)
-        return _as_worker(work)
+        if is_started_here():
+            end_with_parent()
+        work()
+        return 0
     if settings.type == "ray":
         from accord.launch.ray_cluster import run_on_ray
 
@@ -38,16 +39,6 @@ def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> 
     if processes > 1:
         return run_local(config, command, processes)
     work()
-    return 0
-
-
-def _as_worker(work: Callable[[], None]) -> int:
-    with ExitStack() as stack:
-        if is_started_here():
-            end_with_parent()
-        elif not is_main():  # torchrun shows what all ranks say: one is enough
-            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        work()
     return 0
 
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from accord.launch.environment import ERROR_FILE, UNFORESEEN
+from accord.errors import PeerLost
+from accord.launch.environment import ERROR_FILE
 
 PROGRAM = (sys.executable, "-m", "accord")
 LAST_LINES = 20
@@ -141,7 +142,7 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
 
     def order(worker: Worker) -> tuple[int, float, int]:
         code = worker.code or 0
-        kind = 2 if code in (UNFORESEEN, -signal.SIGABRT) else 0 if code < 0 else 1
+        kind = 2 if code in (PeerLost.exit_code, -signal.SIGABRT) else 0 if code < 0 else 1
         return kind, worker.failed_at(), worker.rank
 
     failed = [worker for worker in workers if worker.code not in (None, 0) and not worker.ended_by_us]
