@@ -14,7 +14,7 @@ from accord.launch.environment import end_with_parent, is_started_here, world_si
 from accord.launch.local import number_of_processes, run_local
 
 if TYPE_CHECKING:
-    from accord.config import Config
+    from accord.config import Config, Launch
 
 
 def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> int:
@@ -25,7 +25,7 @@ def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> 
     settings = config.launch
     world = world_size()
     if world is not None:
-        check_mesh(config, world)
+        check_mesh(settings, world)
         if is_started_here():
             end_with_parent()
         work()
@@ -35,16 +35,16 @@ def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> 
 
         return run_on_ray(config, command)
     processes = number_of_processes(settings)
-    check_mesh(config, processes)
+    check_mesh(settings, processes)
     if processes > 1:
         return run_local(config, command, processes)
     work()
     return 0
 
 
-def check_mesh(config: Config, processes: int) -> None:
+def check_mesh(settings: Launch, processes: int) -> None:
     """Raise ConfigError unless `launch.mesh` holds so many processes."""
-    mesh = config.launch.mesh
+    mesh = settings.mesh
     if mesh.data != "auto" and mesh.data * mesh.tensor != processes:
         raise ConfigError(
             f"launch.mesh.data: {mesh.data} × tensor {mesh.tensor} are {mesh.data * mesh.tensor} processes, but there are {processes}. "
