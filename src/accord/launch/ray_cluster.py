@@ -22,7 +22,6 @@ from accord.launch.ray_worker import TOKEN, Job, look_around, outcomes, work
 if TYPE_CHECKING:
     from accord.config import Config, Launch
 
-LOOPBACK = "127.0.0.1"
 # Ray's own reports, metrics and habits, unless the user has said otherwise.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -31,6 +30,7 @@ ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray's name for "no other machine may join": it listens on loopback only
 
 
 def run_on_ray(config: Config, command: Sequence[str]) -> int:
@@ -47,6 +47,7 @@ def run_on_ray(config: Config, command: Sequence[str]) -> int:
         )  # fmt: skip
         check_machines(ray, job)
         workers, resources = size(config.launch, ray)
+        print(f"ray: {workers} workers on {len(ray.nodes())} machine(s)", flush=True)
         return _fit(config.launch, job, workers, resources, signals)
 
 
@@ -187,7 +188,8 @@ def _train(settings: Launch, job: Job, workers: int, resources: dict[str, float]
 @contextmanager
 def _cluster(settings: Launch) -> Iterator[Any]:
     """Ray, connected to a running cluster, or to one of this machine alone that ends with the run and listens on loopback only."""
-    for name, value in ENVIRONMENT.items():
+    address = settings.ray.address
+    for name, value in (ENVIRONMENT if address else ENVIRONMENT | ALONE).items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -196,14 +198,11 @@ def _cluster(settings: Launch) -> Iterator[Any]:
         raise ConfigError(
             f"launch.type: ray is not installed ({error}). pip install 'accord[ray]', or use launch.type=local."
         ) from None
-    address = settings.ray.address
     try:
         if address is None:
             cpus = math.ceil((settings.ray.workers or 1) * settings.ray.resources.get("CPU", 1))
-            ray.init(
-                "local", num_cpus=max(cpus, os.cpu_count() or 1), _node_ip_address=LOOPBACK,
-                include_dashboard=False, log_to_driver=False, configure_logging=False,
-            )  # fmt: skip
+            cpus = max(cpus, os.cpu_count() or 1)
+            ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
         else:
             ray.init(address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
