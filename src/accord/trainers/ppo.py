@@ -224,7 +224,7 @@ class PPOTrainer:
         for epoch in range(settings.ppo_epochs):
             for responses in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
                 number += 1
-                batch = experience.whole or experience.rollouts.minibatch(responses, self.config.train.max_tokens)
+                batch = experience.whole or self._minibatch(experience.rollouts, responses)
                 experience.whole = None  # its graphs serve one backward pass
                 items = batch.tokens if settings.aggregation == "token" else batch.responses
                 losses, stats = updater.policy_gradient(experience, batch, coef, learns)
@@ -272,14 +272,14 @@ class PPOTrainer:
         """All responses, read with gradient by actor and critic: where an experience is one optimizer step, the forward that says what
         the sampling policy thought is the forward of the update too, and the ratio is exactly 1.
 
-        None where there are more steps, where the policy does not learn yet, or where the responses are more than one pack: the graphs
-        must stay until the advantages are known, and those of one pack are what `train.max_tokens` allows.
+        None where there are more steps or processes, where the policy does not learn yet, or where the responses are more than one pack: the
+        graphs must stay until the advantages are known, and those of one pack are what `train.max_tokens` allows.
         """
         settings = self.settings
         steps = settings.ppo_epochs * settings.mini_batches
-        if steps > 1 or settings.objective != "clip" or not self.acting(self.experiences):
+        if steps > 1 or self.policy.ranks.world > 1 or settings.objective != "clip" or not self.acting(self.experiences):
             return None
-        batch = rollouts.minibatch(range(len(rollouts)), self.config.train.max_tokens)
+        batch = self._minibatch(rollouts, range(len(rollouts)))
         if len(batch.packs) > 1:
             return None
         ((pack, _),) = batch.packs
@@ -288,6 +288,9 @@ class PPOTrainer:
             tokens = policy.at(pack.targets.to(self.policy.device), entropy=True)
             values = None if self.critic is None else self.critic.values(pack)
         return replace(batch, forward=Forward(policy, tokens, values))
+
+    def _minibatch(self, rollouts: Rollouts, responses: Sequence[int]) -> MiniBatch:
+        return rollouts.minibatch(responses, self.config.train.max_tokens, self.policy.ranks.world)
 
     def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False, forward: Forward | None = None) -> Tensor:
         """[5, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
@@ -309,7 +312,7 @@ class PPOTrainer:
                 values = torch.zeros_like(ref) if critic is None else critic.values(pack)
                 return torch.stack([now.logprobs, ref, now.entropy, kl, values])
 
-        return rollouts.read(self.config.train.max_tokens, read)
+        return rollouts.read(self.config.train.max_tokens, read, self.policy)
 
     def _read_critic(self, rollouts: Rollouts, forward: Forward | None = None) -> Tensor | None:
         """[N] values of the states before each token; None without a critic. `forward`: the critic has read them already."""
@@ -320,7 +323,7 @@ class PPOTrainer:
             assert values is not None
             return rollouts.read(self.config.train.max_tokens, lambda pack: values.detach())
         with self.critic.evaluating():
-            return rollouts.read(self.config.train.max_tokens, self.critic.values)
+            return rollouts.read(self.config.train.max_tokens, self.critic.values, self.critic)
 
     def shaped(self, scores: Sequence[float], samples: Sequence[Sample]) -> list[float]:
         """Raw scores → what is given as reward: normalised by the running moments, clipped, minus the penalty for no end."""
@@ -399,7 +402,8 @@ class PPOTrainer:
         export_trained(self.policy, run, self.config, self.stage, self.encoder.stop_token_ids)
         if self.critic is None:
             return
-        self.critic.save(run / "critic", self.encoder.stop_token_ids)
+        critic, stops = self.critic, self.encoder.stop_token_ids
+        critic.write(lambda: critic.save(run / "critic", stops))
 
     def __enter__(self) -> PPOTrainer:
         return self

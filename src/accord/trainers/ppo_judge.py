@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from accord.engine.ranks import join
 from accord.errors import ConfigError
 from accord.rewards.function import FunctionReward
 
@@ -34,7 +36,7 @@ class HeldOutJudge:
         """
         if self.function is None or not samples:
             return {}
-        scores = self.function.score(samples)
+        scores = join().ask_main(partial(self.function.score, samples))
         for row, score in zip(shown, scores, strict=False):
             row["judge"] = score
         spread = float(np.std(scores, ddof=1)) if len(scores) > 1 else 0.0
