@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from accord.errors import AccordError, ConfigError, Interrupted
+from accord.errors import AccordError, ConfigError, Interrupted, PeerLost
+from accord.launch.environment import ERROR_FILE
 
 app = typer.Typer(
     name="accord",
@@ -386,7 +387,7 @@ def _traceback(error: Exception) -> None:
 
 def _say(text: str) -> None:
     """The last words: on stderr, or in the file that the parent of a worker reads (launch/)."""
-    path = os.environ.get("ACCORD_ERROR_FILE")
+    path = os.environ.get(ERROR_FILE)
     with open(path, "a", encoding="utf-8") if path else nullcontext(sys.stderr) as file:
         print(text.replace("\n", "\n       "), file=file)
 
@@ -422,7 +423,7 @@ def _unexpected(error: Exception) -> int:
         _say(f"       This is not a mistake of yours that we know of. Traceback: {file.name} (or run again with --debug).")
     except OSError:
         traceback.print_exception(error)
-    return 1
+    return PeerLost.exit_code if os.environ.get(ERROR_FILE) else 1  # it may be what a lost connection looks like
 
 
 if __name__ == "__main__":

@@ -83,10 +83,7 @@ def test_the_message_of_an_override(override, message):
 
 
 def test_keys_of_what_is_not_built_are_unknown():
-    for key in (
-        "data.workers",
-        "train.offload",
-    ):
+    for key in ("data.workers",):
         with pytest.raises(ConfigError, match="no such key"):
             load_config(None, [f"{key}=1"])
 

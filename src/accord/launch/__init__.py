@@ -7,14 +7,14 @@ LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them. `engine/` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stdout
 from typing import TYPE_CHECKING
 
-from accord.launch.environment import end_with_parent, is_main, is_started_here, world_size
-from accord.launch.local import number_of_processes
+from accord.errors import ConfigError
+from accord.launch.environment import end_with_parent, is_started_here, world_size
+from accord.launch.local import number_of_processes, run_local
 
 if TYPE_CHECKING:
-    from accord.config import Config
+    from accord.config import Config, Launch
 
 
 def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> int:
@@ -25,39 +25,26 @@ def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> 
     settings = config.launch
     world = world_size()
     if world is not None:
-        check_mesh(config, world)
-        return _as_worker(work)
+        check_mesh(settings, world)
+        if is_started_here():
+            end_with_parent()
+        work()
+        return 0
     if settings.type == "ray":
         from accord.launch.ray_cluster import run_on_ray
 
         return run_on_ray(config, command)
     processes = number_of_processes(settings)
-    check_mesh(config, processes)
+    check_mesh(settings, processes)
     if processes > 1:
-        from accord.launch.local import run_local
-
         return run_local(config, command, processes)
     work()
     return 0
 
 
-def _as_worker(work: Callable[[], None]) -> int:
-    with ExitStack() as stack:
-        if is_started_here():
-            end_with_parent()
-        elif not is_main():  # torchrun shows what all ranks say: one is enough
-            import os
-
-            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        work()
-    return 0
-
-
-def check_mesh(config: Config, processes: int) -> None:
+def check_mesh(settings: Launch, processes: int) -> None:
     """Raise ConfigError unless `launch.mesh` holds so many processes."""
-    from accord.errors import ConfigError
-
-    mesh = config.launch.mesh
+    mesh = settings.mesh
     if mesh.data != "auto" and mesh.data * mesh.tensor != processes:
         raise ConfigError(
             f"launch.mesh.data: {mesh.data} × tensor {mesh.tensor} are {mesh.data * mesh.tensor} processes, but there are {processes}. "

@@ -8,28 +8,14 @@ import socket
 import threading
 from collections.abc import Mapping
 
-from accord.errors import ConfigError
-
 # Set for the workers that Accord starts itself: the file that takes the last words of one that fails (cli.py writes it).
 ERROR_FILE = "ACCORD_ERROR_FILE"
 
 
 def world_size() -> int | None:
-    """WORLD_SIZE where RANK says that this process is one of several, or None. Raises ConfigError when only one is set or no number."""
-    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None and world is None:
-        return None
-    if rank is None or world is None or not (rank.isdigit() and world.isdigit()) or int(rank) >= int(world):
-        raise ConfigError(
-            f"environment  RANK is {rank}, WORLD_SIZE is {world}: expected both, RANK from 0 to WORLD_SIZE - 1, as torchrun sets them. "
-            "Unset both to train in one process."
-        )
-    return int(world)
-
-
-def is_main() -> bool:
-    """Whether this process is rank 0, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
+    """WORLD_SIZE where the environment makes this process a worker (RANK is set too), else None."""
+    world = os.environ.get("WORLD_SIZE", "")
+    return int(world) if world.isdigit() and "RANK" in os.environ else None
 
 
 def is_started_here() -> bool:

@@ -311,7 +311,13 @@ class PPOTrainer:
         """
         settings = self.settings
         steps = settings.ppo_epochs * settings.mini_batches
-        if steps > 1 or self.policy.ranks.world > 1 or settings.objective != "clip" or self.buffer.size or not self.acting(self.experiences):
+        if (
+            steps > 1
+            or self.policy.ranks.world > 1
+            or settings.objective != "clip"
+            or self.buffer.size
+            or not self.acting(self.experiences)
+        ):
             return None
         batch = self._minibatch(rollouts, range(len(rollouts)))
         if len(batch.packs) > 1:
