@@ -426,7 +426,7 @@ class PPOTrainer:
             "replay_buffer": self.buffer.state(),
         }
 
-    def load_state(self, tensors: dict[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
         self.policy.load_state(unprefixed("policy", tensors), state["policy"])
         if self.critic is not None:
             self.critic.load_state(unprefixed("critic", tensors), state["critic"])
