@@ -113,6 +113,20 @@ def latest_checkpoint(root: Path) -> Checkpoint | None:
     return None
 
 
+def checkpoint_steps(root: Path) -> list[int]:
+    """The steps of the checkpoints under `root`, oldest first, whole or damaged; changes nothing."""
+    return [step for step, _ in _steps(Path(root))]
+
+
+def read_checkpoint(root: Path, step: int) -> Checkpoint:
+    """The checkpoint of `step` under `root`; changes nothing there. Raises AccordError when it is damaged or absent."""
+    folder = dict(_steps(Path(root))).get(step, Path(root) / f"step-{step:08d}")
+    try:
+        return _open(folder, step)
+    except _Damaged as error:
+        raise AccordError(f"the checkpoint {folder} can't be used: {error}") from error
+
+
 class _Damaged(Exception):
     """Why a checkpoint can't be used."""
 

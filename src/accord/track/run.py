@@ -24,7 +24,15 @@ except ImportError:  # Windows has no flock; then nothing guards against a secon
 State = Literal["new", "resumable", "finished"]
 
 # What a run writes into its folder. Overwriting removes these and nothing else.
-FILES = ("summary.json", "report.html", "metrics.jsonl", "samples.jsonl", "alarms.jsonl", "reward_evaluation.json")
+FILES = (
+    "summary.json",
+    "report.html",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "alarms.jsonl",
+    "journal.jsonl",
+    "reward_evaluation.json",
+)
 FOLDERS = ("checkpoints", "model", "critic", "adapter", "best", "ema", "exports", "tensorboard")
 STAGES = ("sft", "reward", "dpo", "ppo")
 
@@ -32,7 +40,7 @@ STAGES = ("sft", "reward", "dpo", "ppo")
 # does: a run that it has stopped goes on when the user says otherwise.
 NEUTRAL = (
     "run.dir", "run.resume", "run.overwrite", "track", "checkpoint", "data.cache", "data.workers", "extends", "ppo.alarms", "ppo.on_alarm",
-    "train.shard", "train.offload",
+    "ppo.journal", "train.shard", "train.offload",
 )  # fmt: skip
 # Sections that a stage does not read: a changed PPO setting is no other configuration for a finished SFT.
 UNREAD = {
@@ -80,6 +88,10 @@ class RunFolder:
     @property
     def alarms_path(self) -> Path:
         return self.folder / "alarms.jsonl"
+
+    @property
+    def journal_path(self) -> Path:
+        return self.folder / "journal.jsonl"
 
     @property
     def summary_path(self) -> Path:
@@ -369,7 +381,7 @@ def _inspect(folder: Path, stage: str, config: dict[str, Any], overwrite: bool) 
         )
     if (folder / "summary.json").exists():
         return "finished", about, []
-    return "resumable", about, _changed_versions(about)
+    return "resumable", about, changed_versions(about)
 
 
 def _is_run(folder: Path) -> bool:
@@ -385,7 +397,8 @@ def _is_pipeline(folder: Path) -> bool:
     return _is_run(folder) and read_config(folder)[1].get("stage") == "pipeline"
 
 
-def _changed_versions(about: Mapping[str, Any]) -> list[str]:
+def changed_versions(about: Mapping[str, Any]) -> list[str]:
+    """Why a run whose config.yaml has this head can't be gone on with to the bit, as sentences."""
     from accord.track.environment import versions
 
     before, now = about.get("versions") or {}, versions()
