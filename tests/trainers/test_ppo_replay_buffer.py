@@ -196,19 +196,19 @@ class LowTokens:
         return [sum(t < 256 for t in s.response_ids) / len(s.response_ids) for s in samples]
 
 
-@pytest.mark.slow
-def test_a_policy_learns_from_what_is_replayed(tiny_folder, tmp_path, monkeypatch):
+def test_a_policy_learns_beside_what_is_replayed(tiny_folder, tmp_path):
     """And unlearns where the advantages of the replayed alone are turned round: they do count."""
 
     def gained(name: str) -> float:
         changes = {
-            "train": {"batch_size": 8, "max_tokens": 1024, "lr": 3e-3, "max_steps": 12, "epochs": 12},
+            "train": {"batch_size": 8, "max_steps": 10, "epochs": 10, "lr": 3e-2},
             "critic": {"lr": 5e-6},
+            "generate": {"max_new_tokens": 2},
             "ppo": {
                 "replay_buffer": 3,
                 "advantage": "reinforce_pp",
+                "samples_per_prompt": 4,
                 "ppo_epochs": 2,
-                "ratio_threshold": None,
                 "kl": {"coef": 0.0},
             },
         }
@@ -225,7 +225,7 @@ def test_a_policy_learns_from_what_is_replayed(tiny_folder, tmp_path, monkeypatc
         scores = [ppo.step(step)["ppo/score"] for step in range(1, 9)]
         return scores[-1] - scores[0]
 
-    assert gained("right") > 0.25
+    assert gained("right") > 0.4
     assert gained("wrong") < 0
 
 
