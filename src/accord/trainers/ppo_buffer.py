@@ -40,7 +40,7 @@ class ReplayBuffer:
             samples += experience.rollouts.samples
             groups += [first + group for group in experience.rollouts.groups]
         parts = {name: [getattr(experience, name) for experience in joined] for name in LEARNED}
-        tensors = {name: None if values[-1] is None else torch.cat(values) for name, values in parts.items()}
+        tensors: dict[str, Any] = {name: None if values[-1] is None else torch.cat(values) for name, values in parts.items()}
         return replace(fresh, rollouts=Rollouts(samples, groups, None), **tensors)
 
     def add(self, experience: Experience) -> None:
