@@ -90,10 +90,6 @@ class RunFolder:
         return self.folder / "alarms.jsonl"
 
     @property
-    def journal_path(self) -> Path:
-        return self.folder / "journal.jsonl"
-
-    @property
     def summary_path(self) -> Path:
         return self.folder / "summary.json"
 

@@ -30,7 +30,7 @@ from accord.models.distribution import full_kl
 from accord.models.load import load_causal
 from accord.rewards import Sample, combine
 from accord.rewards.base import ScoreBoard
-from accord.track.run import RunFolder, open_run
+from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
 from accord.trainers.critic import TextCritic, make_critic
 from accord.trainers.loop import run_loop
@@ -48,7 +48,7 @@ from accord.trainers.ppo_experience import (
     score_metrics,
     spread,
 )
-from accord.trainers.ppo_journal import Journal, Kind, Scored, identity_of, record_of, scored_of
+from accord.trainers.ppo_journal import JOURNAL, Journal, Kind, Scored, identity_of, record_of, scored_of
 from accord.trainers.ppo_judge import HeldOutJudge
 from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters
 from accord.trainers.ppo_rewards import reward_sources
@@ -119,8 +119,8 @@ class PPOTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        run = run or open_run(self.config, self.stage, Path(self.config.run.dir))
-        self.journal = Journal(run.journal_path, run.checkpoints if self.settings.journal == "recent" else None)
+        folder = Path(self.config.run.dir) if run is None else run.folder
+        self.journal = Journal(folder / JOURNAL, folder / "checkpoints" if self.settings.journal == "recent" else None)
         try:
             return run_loop(self, run)
         finally:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["train", "eval"]
 Identity = dict[str, str]  # what a record depends on → digest
 Place = tuple[str, int]  # kind and step
+JOURNAL = "journal.jsonl"  # in a run's folder
 PROBED = 64  # elements of each parameter in the digest of the weights
 NAMES = {"prompts": "other prompts", "sampling": "other random numbers or sampling settings", "rewards": "other reward sources",
          "weights": "other weights of the policy"}  # fmt: skip
@@ -172,6 +173,8 @@ def fingerprint(parameters: Iterable[Tensor]) -> str:
     """Digest of up to 64 evenly spaced elements of each parameter: cheap, and an optimizer step moves nearly all of them."""
     probes = []
     for parameter in parameters:
+        if hasattr(parameter, "to_local"):  # of a sharded one, the part that lies here
+            parameter = parameter.to_local()
         flat = parameter.detach().reshape(-1)
         probes.append(flat[:: max(1, len(flat) // PROBED)][:PROBED].float())
     values = torch.cat(probes).cpu().numpy() if probes else np.zeros(0, np.float32)
