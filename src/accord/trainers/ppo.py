@@ -173,19 +173,20 @@ class PPOTrainer:
     def answer(self, kind: Kind, number: int, prompts: Sequence[Asked], count: int) -> Scored:
         """Answers to the prompts, scored: those that the journal has of this very step, else sampled, asked for and recorded there."""
         request = self.answers.request(prompts, count, number if kind == "train" else 0)  # evaluations share their random numbers
-        identity = {}
-        if self.journal is not None:
+        journal, main = self.journal, self.policy.ranks.ask_main  # the main process reads and writes it, for all
+        identity: dict[str, str] = {}
+        if journal is not None:
             rewards = [source.model_dump(mode="json") for source in self.settings.rewards]
             identity = identity_of(request, self.params, [rewards, self.settings.judge], self.policy.parameters.values())
-            if (record := self.journal.recall(kind, number, identity)) is not None:
+            if (record := main(lambda: journal.recall(kind, number, identity))) is not None:
                 return scored_of(record, request, self.answers)
         rollouts = self.answers.sample(request, at_once=self.config.train.batch_size * count if kind == "train" else None)
         with self.engine.times("score"):
             board = combine(self.sources, rollouts.samples)
             judged = self.judge.scores(rollouts.samples) if kind == "eval" else None
         scored = Scored(rollouts, board, judged)
-        if self.journal is not None:
-            self.journal.write(kind, number, record_of(identity, scored))
+        if journal is not None:
+            main(lambda: journal.write(kind, number, record_of(identity, scored)))
         return scored
 
     def weigh(self, rollouts: Rollouts, board: ScoreBoard, once: bool = False) -> Experience:
