@@ -85,7 +85,7 @@ class Journal:
         """Append the record; it is on the disk when this returns. Raises AccordError when the disk refuses; nothing is torn then."""
         self._known()  # where the last whole line ends
         try:
-            self._forget()
+            self._forget(step)
             new = not self.path.exists()
             record = {"kind": kind, "step": step, **record}
             line = json.dumps({"blake2b": _digest(record), "record": record}, separators=(",", ":")).encode() + b"\n"
@@ -129,9 +129,10 @@ class Journal:
                 self._end += len(line)
         return places
 
-    def _forget(self) -> None:
-        """Rewrite the file, whole or not at all, without what was recorded up to the oldest checkpoint."""
-        oldest = min(checkpoint_steps(self.checkpoints), default=0) if self.checkpoints is not None else 0
+    def _forget(self, now: int) -> None:
+        """Rewrite the file, whole or not at all, without what was recorded up to the oldest checkpoint before step `now`."""
+        present = [] if self.checkpoints is None else checkpoint_steps(self.checkpoints)
+        oldest = min((step for step in present if step < now), default=0)  # a later one is damaged, or another run's
         if oldest <= self._forgotten:
             return
         self._forgotten = oldest
