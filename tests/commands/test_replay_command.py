@@ -107,6 +107,19 @@ def test_a_step_comes_out_as_it_was_logged_and_the_folder_is_left_as_it_is(tiny_
     assert state(folder) == before
 
 
+@pytest.mark.parametrize(
+    "ppo", [{"objective": "dpo", "kl": {"coef": 0.05}, "clip_reward": 5.0}, {"advantage": "grpo", "replay_buffer": 2}]
+)
+def test_other_objectives_and_a_replay_buffer(tiny_folder, tmp_path, ppo):
+    changes = {
+        "critic": {"lr": 5e-6},
+        "ppo": {"samples_per_prompt": 2, "generation_batches": 2, "normalize_score": False, **ppo},
+    }
+    changes["ppo"]["kl"] = {"controller": "fixed", "horizon": 10000, **ppo.get("kl", {})}
+    folder = run(tiny_folder("llama"), tmp_path / "run", changes)
+    assert accord("replay", folder, "--step", 6, "--tolerance", 0) == 0
+
+
 def test_an_unfinished_run_a_pipelines_and_one_from_the_start(tiny_folder, tmp_path, capsys):
     folder = run(tiny_folder("llama"), tmp_path / "pipeline" / "ppo", {"checkpoint": {"every_steps": None}}, stop_at=4)
     assert not (folder / "summary.json").exists() and not (folder / "checkpoints").exists()
@@ -136,7 +149,7 @@ def test_a_difference_is_shown_and_is_exit_code_1(tiny_folder, tmp_path, capsys,
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(tiny_folder, tmp_path, capsys):
     folder = run(tiny_folder("llama"), tmp_path / "run", {"checkpoint": {"keep_last": 3}, "ppo": {"journal": "all"}})
-    for file in (folder / "checkpoints/step-00000004").rglob("*.safetensors"):
+    for file in (folder / "checkpoints/step-00000004").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     before = state(folder)
     capsys.readouterr()

@@ -32,6 +32,17 @@ def offline(
         return {"before": before, "steps": curve, "after": t.evaluate(steps), "weights": summary(t.model)}
 
 
+def ppo(model: str, run: str, changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
+    """Iterations of PPO on answers that it samples, with the evaluations before and after."""
+    from tests.trainers.ppo_setup import PROMPTS, trainer
+
+    with trainer(Path(model), Path(run), changes, PROMPTS[:7]) as t:
+        before = t.evaluate(0)
+        curve = [t.step(step) for step in range(1, steps + 1)]
+        sums = summary(t.policy) | ({} if t.critic is None else {f"critic {n}": p for n, p in summary(t.critic).items()})
+        return {"before": before, "steps": curve, "after": t.evaluate(steps), "weights": sums}
+
+
 def summary(model: Any) -> dict[str, list[float]]:
     """Of every trained parameter, and its average: the sum, and a weighted sum that no permutation leaves alone."""
     found = {}

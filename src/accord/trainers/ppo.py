@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from accord.rewards.base import ScoreBoard
 from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
 from accord.trainers.critic import TextCritic, make_critic
-from accord.trainers.loop import open_together, run_loop
+from accord.trainers.loop import run_loop
 from accord.trainers.ppo_answers import Answers, Asked
 from accord.trainers.ppo_best import BestUpdater
 from accord.trainers.ppo_buffer import ReplayBuffer
@@ -49,7 +48,7 @@ from accord.trainers.ppo_experience import (
     score_metrics,
     spread,
 )
-from accord.trainers.ppo_journal import Journal, Kind, Scored, identity_of, record_of, scored_of
+from accord.trainers.ppo_journal import JOURNAL, Journal, Kind, Scored, identity_of, record_of, scored_of
 from accord.trainers.ppo_judge import HeldOutJudge
 from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters
 from accord.trainers.ppo_rewards import reward_sources
@@ -120,8 +119,8 @@ class PPOTrainer:
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        run = run or open_together(self.config, self.stage, Path(self.config.run.dir))
-        self.journal = Journal(run.journal_path, run.checkpoints if self.settings.journal == "recent" else None)
+        folder = Path(self.config.run.dir) if run is None else run.folder
+        self.journal = Journal(folder / JOURNAL, folder / "checkpoints" if self.settings.journal == "recent" else None)
         try:
             return run_loop(self, run)
         finally:
@@ -174,19 +173,20 @@ class PPOTrainer:
     def answer(self, kind: Kind, number: int, prompts: Sequence[Asked], count: int) -> Scored:
         """Answers to the prompts, scored: those that the journal has of this very step, else sampled, asked for and recorded there."""
         request = self.answers.request(prompts, count, number if kind == "train" else 0)  # evaluations share their random numbers
-        identity, ask_main = {}, self.policy.ranks.ask_main
-        if self.journal is not None:
+        journal, main = self.journal, self.policy.ranks.ask_main  # the main process reads and writes it, for all
+        identity: dict[str, str] = {}
+        if journal is not None:
             rewards = [source.model_dump(mode="json") for source in self.settings.rewards]
             identity = identity_of(request, self.params, [rewards, self.settings.judge], self.policy.parameters.values())
-            if (record := ask_main(partial(self.journal.recall, kind, number, identity))) is not None:
+            if (record := main(lambda: journal.recall(kind, number, identity))) is not None:
                 return scored_of(record, request, self.answers)
         rollouts = self.answers.sample(request, at_once=self.config.train.batch_size * count if kind == "train" else None)
         with self.engine.times("score"):
             board = combine(self.sources, rollouts.samples)
             judged = self.judge.scores(rollouts.samples) if kind == "eval" else None
         scored = Scored(rollouts, board, judged)
-        if self.journal is not None:
-            ask_main(partial(self.journal.write, kind, number, record_of(identity, scored)))
+        if journal is not None:
+            main(lambda: journal.write(kind, number, record_of(identity, scored)))
         return scored
 
     def weigh(self, rollouts: Rollouts, board: ScoreBoard, once: bool = False) -> Experience:
@@ -309,15 +309,9 @@ class PPOTrainer:
         where the responses are more than one pack: the graphs must stay until the advantages are known, and those of one pack are what
         `train.max_tokens` allows.
         """
-        settings = self.settings
-        steps = settings.ppo_epochs * settings.mini_batches
-        if (
-            steps > 1
-            or self.policy.ranks.world > 1
-            or settings.objective != "clip"
-            or self.buffer.size
-            or not self.acting(self.experiences)
-        ):
+        settings, alone = self.settings, self.policy.ranks.world == 1
+        once = settings.ppo_epochs * settings.mini_batches == 1 and not self.buffer.size
+        if not (once and alone and settings.objective == "clip" and self.acting(self.experiences)):
             return None
         batch = self._minibatch(rollouts, range(len(rollouts)))
         if len(batch.packs) > 1:
@@ -426,7 +420,7 @@ class PPOTrainer:
             "replay_buffer": self.buffer.state(),
         }
 
-    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+    def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         self.policy.load_state(unprefixed("policy", tensors), state["policy"])
         if self.critic is not None:
             self.critic.load_state(unprefixed("critic", tensors), state["critic"])

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from accord.engine.checkpoint import checkpoint_steps
 from accord.errors import AccordError
-from accord.models.sharded import local
 from accord.rewards.base import ScoreBoard
 from accord.track.files import parse_line, sync_folder
 
@@ -33,6 +32,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["train", "eval"]
 Identity = dict[str, str]  # what a record depends on → digest
 Place = tuple[str, int]  # kind and step
+JOURNAL = "journal.jsonl"  # in a run's folder
 PROBED = 64  # elements of each parameter in the digest of the weights
 NAMES = {"prompts": "other prompts", "sampling": "other random numbers or sampling settings", "rewards": "other reward sources",
          "weights": "other weights of the policy"}  # fmt: skip
@@ -85,7 +85,7 @@ class Journal:
         """Append the record; it is on the disk when this returns. Raises AccordError when the disk refuses; nothing is torn then."""
         self._known()  # where the last whole line ends
         try:
-            self._forget()
+            self._forget(step)
             new = not self.path.exists()
             record = {"kind": kind, "step": step, **record}
             line = json.dumps({"blake2b": _digest(record), "record": record}, separators=(",", ":")).encode() + b"\n"
@@ -129,9 +129,10 @@ class Journal:
                 self._end += len(line)
         return places
 
-    def _forget(self) -> None:
-        """Rewrite the file, whole or not at all, without what was recorded up to the oldest checkpoint."""
-        oldest = min(checkpoint_steps(self.checkpoints), default=0) if self.checkpoints is not None else 0
+    def _forget(self, now: int) -> None:
+        """Rewrite the file, whole or not at all, without what was recorded up to the oldest checkpoint before step `now`."""
+        present = [] if self.checkpoints is None else checkpoint_steps(self.checkpoints)
+        oldest = min((step for step in present if step < now), default=0)  # a later one is damaged, or another run's
         if oldest <= self._forgotten:
             return
         self._forgotten = oldest
@@ -173,7 +174,9 @@ def fingerprint(parameters: Iterable[Tensor]) -> str:
     """Digest of up to 64 evenly spaced elements of each parameter: cheap, and an optimizer step moves nearly all of them."""
     probes = []
     for parameter in parameters:
-        flat = local(parameter.detach()).reshape(-1)
+        if hasattr(parameter, "to_local"):  # of a sharded one, the part that lies here
+            parameter = parameter.to_local()
+        flat = parameter.detach().reshape(-1)
         probes.append(flat[:: max(1, len(flat) // PROBED)][:PROBED].float())
     values = torch.cat(probes).cpu().numpy() if probes else np.zeros(0, np.float32)
     return hashlib.blake2b(values.astype("<f4").tobytes(), digest_size=16).hexdigest()

@@ -30,7 +30,9 @@ class HeldOutJudge:
 
     def scores(self, samples: Sequence[Sample]) -> list[float] | None:
         """[R] what the samples are worth; None without a judge. Raises AccordError naming the sample that the function fails on."""
-        return None if self.function is None or not samples else join().ask_main(partial(self.function.score, samples))
+        if self.function is None or not samples:
+            return None
+        return join().ask_main(partial(self.function.score, samples))
 
     def metrics(self, scores: Sequence[float] | None, shown: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
         """`ppo/judge`, the mean of `scores`, and `ppo/judge_error`, its standard error s/√n (0 for a single sample).

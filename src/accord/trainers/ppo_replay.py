@@ -18,7 +18,7 @@ from accord.track.tracker import RESERVED
 from accord.trainers.loop import seed_everything
 from accord.trainers.ppo import PPOTrainer
 from accord.trainers.ppo_experience import Experience
-from accord.trainers.ppo_journal import Identity, Journal, Kind, misfits
+from accord.trainers.ppo_journal import JOURNAL, Identity, Journal, Kind, misfits
 
 ABSOLUTE = 1e-7  # differences below it are rounding, whatever the tolerance
 MEASURED = ("time/", "throughput/", "memory/", "train/tokens_per_s")  # seconds and bytes, no result of the computation
@@ -84,7 +84,7 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
         has = f"it has steps {min(logged)} to {max(logged)}" if logged else "it has none"
         raise ConfigError(f"--step {step}: {folder / 'metrics.jsonl'} has no such step; {has}.")
     notes: list[str] = []
-    journal = Recorded(folder / "journal.jsonl", notes)
+    journal = Recorded(folder / JOURNAL, notes)
     checkpoint = _checkpoint_before(folder, step, journal, notes)
     start = 0 if checkpoint is None else checkpoint.step
     before = about.get("versions") or {} if checkpoint is None else checkpoint.state["conditions"]
