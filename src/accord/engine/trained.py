@@ -16,7 +16,7 @@ from accord.data.trees import Tree
 from accord.engine.memory import keep_freed_memory
 from accord.engine.ranks import Ranks, join
 from accord.engine.shards import read_into
-from accord.errors import NonFiniteError
+from accord.errors import ConfigError, NonFiniteError
 from accord.models import sharded
 from accord.models.distribution import Distribution
 from accord.models.forward import FrozenModel, PackedModel
@@ -384,8 +384,14 @@ class TrainedModel(PackedModel):
 
 
 def shards(train: Train, ranks: Ranks) -> bool:
-    """Whether models are divided over the processes (`train.shard`)."""
-    return ranks.world > 1 and (train.shard == "always" or (train.shard == "auto" and torch.cuda.is_available()))
+    """Whether models are divided over the processes (`train.shard`). Raises ConfigError for an offload of what is not."""
+    divided = ranks.world > 1 and (train.shard == "always" or (train.shard == "auto" and torch.cuda.is_available()))
+    if train.offload != "none" and not divided:
+        raise ConfigError(
+            f"train.offload={train.offload}: only a model that is sharded over several processes can lie in the CPU's memory. "
+            "Start several processes (torchrun) with train.shard=always, or set train.offload=none."
+        )
+    return divided
 
 
 def frozen_model(module: torch.nn.Module, train: Train) -> FrozenModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -420,7 +420,7 @@ class PPOTrainer:
             "replay_buffer": self.buffer.state(),
         }
 
-    def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
         self.policy.load_state(unprefixed("policy", tensors), state["policy"])
         if self.critic is not None:
             self.critic.load_state(unprefixed("critic", tensors), state["critic"])
