@@ -93,18 +93,18 @@ def command(stage: str, model: Path, run: Path, steps: int) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------------------- lives
 
 
-def start(arguments: list[str], processes: int, log: Path) -> list[Any]:
-    """`accord` with these arguments, in so many processes; what they say goes to `log`."""
+def start(arguments: list[str], processes: int, log: Path, before: Callable[[], None] | None = None) -> list[Any]:
+    """`accord` with these arguments, in so many processes, each of which calls `before` first; what they say goes to `log`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = [_fork.Process(target=_live, args=(arguments, rank, processes, port, log)) for rank in range(processes)]
+    started = [_fork.Process(target=_live, args=(arguments, rank, processes, port, log, before)) for rank in range(processes)]
     for process in started:
         process.start()
     return started
 
 
-def _live(arguments: list[str], rank: int, processes: int, port: int, log: Path) -> None:
+def _live(arguments: list[str], rank: int, processes: int, port: int, log: Path, before: Callable[[], None] | None) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -114,6 +114,8 @@ def _live(arguments: list[str], rank: int, processes: int, port: int, log: Path)
     if processes > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if before is not None:
+        before()
     cli.main(arguments)
 
 
