@@ -54,9 +54,8 @@ def test_a_second_signal_ends_it_at_once_and_nothing_is_torn(runs: Any, whole: A
     life = runs.start(run)
     wait_until(lambda: logged(run) > 1, life)
     os.kill(life.pid, signal.SIGTERM)
-    time.sleep(0.002)  # a step takes longer
-    os.kill(life.pid, signal.SIGTERM)
-    assert runs.torture.wait([life], runs.log) == [-signal.SIGTERM]
+    os.kill(life.pid, signal.SIGINT)  # of two that are the same a busy machine may make one
+    assert runs.torture.wait([life], runs.log)[0] in (-signal.SIGTERM, -signal.SIGINT)
     assert runs.finish(run) == 0
     assert runs.left_by(run) == whole
 
