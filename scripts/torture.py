@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -93,27 +94,29 @@ def command(stage: str, model: Path, run: Path, steps: int) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------------------- lives
 
 
-def start(arguments: list[str], processes: int, log: Path) -> list[Any]:
-    """`accord` with these arguments, in so many processes; what they say goes to `log`."""
+def start(arguments: list[str], processes: int, log: Path, before: Callable[[], None] | None = None) -> list[Any]:
+    """`accord` with these arguments, in so many processes, each of which calls `before` first; what they say goes to `log`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = [_fork.Process(target=_live, args=(arguments, rank, processes, port, log)) for rank in range(processes)]
+    started = [_fork.Process(target=_live, args=(arguments, rank, processes, port, log, before)) for rank in range(processes)]
     for process in started:
         process.start()
     return started
 
 
-def _live(arguments: list[str], rank: int, processes: int, port: int, log: Path) -> None:
+def _live(arguments: list[str], rank: int, processes: int, port: int, log: Path, before: Callable[[], None] | None) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+    logging.root.handlers.clear()  # those of a test, say
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if processes > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if before is not None:
+        before()
     cli.main(arguments)
 
 

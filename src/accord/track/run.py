@@ -7,6 +7,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -468,8 +469,9 @@ def _take_lock(folder: Path) -> int:
         ) from None
     except OSError:
         return lock  # a file system without locks: go on unguarded rather than not at all
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, _me().encode(), 0)
+    with suppress(OSError):  # a full disk: the lock holds without a name in it, and what is to be written next says so
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, _me().encode(), 0)
     return lock
 
 
