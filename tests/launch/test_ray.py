@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,16 +25,12 @@ RAY = ["launch.type=ray", "launch.ray.workers=2"]
 LIMIT_S = 900
 
 
-def start(*arguments: str, **options) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+def start(*arguments: str, before: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | variables
     return subprocess.Popen(
-        [sys.executable, "-m", "accord", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        **options,
-    )
+        [*before, sys.executable, "-m", "accord", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
