@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.test_local import gone
+
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'accord[ray]')")
 pytestmark = pytest.mark.slow
 
@@ -144,6 +146,19 @@ def test_a_signal_lets_the_step_finish_and_save(tmp_path):
     code, _, err = ended(process)
     assert code == 130 and re.search(r"stopped by SIGTERM after step \d+ of 10000", err)
     assert any((run / "checkpoints").iterdir())
+
+
+def test_nothing_is_left_running_when_the_command_is_killed(tmp_path):
+    run = tmp_path / "run"
+    process = start("sft", "quickstart", f"run.dir={run}", *SHORT[:-1], *RAY, "train.max_steps=10000")
+    wait(lambda: len(steps(run)) >= 1, process)
+    left = [worker(run, 0), worker(run, 1), parent(worker(run, 0)), parent(worker(run, 1))]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while not all(gone(pid) for pid in left) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(gone(pid) for pid in left)
 
 
 def test_more_workers_than_the_cluster_holds_are_refused(tmp_path):
