@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from accord.track.files import write_atomically
 if TYPE_CHECKING:
     from accord.config import Config, Launch
 
+CONNECT_WITHIN_S = 20.0
 # Ray's own reports, metrics and habits, unless the user has said otherwise.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -205,8 +207,11 @@ def _cluster(settings: Launch) -> Iterator[Any]:
             cpus = max(cpus, os.cpu_count() or 1)
             ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
         else:
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit():  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), timeout=CONNECT_WITHIN_S).close()
             ray.init(address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         where = address or "a cluster on this machine"
         raise ConfigError(
             f"launch.ray.address: can't reach {where}: {_reason(error)}. Start one with `ray start --head`."
