@@ -375,7 +375,8 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
             return code
         if debug:
             _traceback(error)
-            return 1
+            if ERROR_FILE not in os.environ:  # the parent of a worker wants its message too
+                return 1
         return _unexpected(error)
 
 

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.launch.test_local import gone
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'accord[ray]')")
 pytestmark = pytest.mark.slow
@@ -25,16 +27,12 @@ RAY = ["launch.type=ray", "launch.ray.workers=2"]
 LIMIT_S = 900
 
 
-def start(*arguments: str, **options) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+def start(*arguments: str, before: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | variables
     return subprocess.Popen(
-        [sys.executable, "-m", "accord", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        **options,
-    )
+        [*before, sys.executable, "-m", "accord", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -148,6 +146,19 @@ def test_a_signal_lets_the_step_finish_and_save(tmp_path):
     code, _, err = ended(process)
     assert code == 130 and re.search(r"stopped by SIGTERM after step \d+ of 10000", err)
     assert any((run / "checkpoints").iterdir())
+
+
+def test_nothing_is_left_running_when_the_command_is_killed(tmp_path):
+    run = tmp_path / "run"
+    process = start("sft", "quickstart", f"run.dir={run}", *SHORT[:-1], *RAY, "train.max_steps=10000")
+    wait(lambda: len(steps(run)) >= 1, process)
+    left = [worker(run, 0), worker(run, 1), parent(worker(run, 0)), parent(worker(run, 1))]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while not all(gone(pid) for pid in left) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(gone(pid) for pid in left)
 
 
 def test_more_workers_than_the_cluster_holds_are_refused(tmp_path):

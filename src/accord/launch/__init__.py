@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from accord.errors import ConfigError
-from accord.launch.environment import end_with_parent, is_started_here, world_size
+from accord.launch.environment import check_mesh, end_with_parent, is_started_here, world_size
 from accord.launch.local import number_of_processes, run_local
 
 if TYPE_CHECKING:
-    from accord.config import Config, Launch
+    from accord.config import Config
 
 
 def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> int:
@@ -40,13 +39,3 @@ def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> 
         return run_local(config, command, processes)
     work()
     return 0
-
-
-def check_mesh(settings: Launch, processes: int) -> None:
-    """Raise ConfigError unless `launch.mesh` holds so many processes."""
-    mesh = settings.mesh
-    if mesh.data != "auto" and mesh.data * mesh.tensor != processes:
-        raise ConfigError(
-            f"launch.mesh.data: {mesh.data} × tensor {mesh.tensor} are {mesh.data * mesh.tensor} processes, but there are {processes}. "
-            "Leave it at auto."
-        )

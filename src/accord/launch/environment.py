@@ -7,6 +7,12 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accord.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accord.config import Launch
 
 # Set for the workers that Accord starts itself: the file that takes the last words of one that fails (cli.py writes it).
 ERROR_FILE = "ACCORD_ERROR_FILE"
@@ -67,3 +73,13 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def check_mesh(settings: Launch, processes: int) -> None:
+    """Raise ConfigError unless `launch.mesh` holds so many processes."""
+    mesh = settings.mesh
+    if mesh.data != "auto" and mesh.data * mesh.tensor != processes:
+        raise ConfigError(
+            f"launch.mesh.data: {mesh.data} × tensor {mesh.tensor} are {mesh.data * mesh.tensor} processes, but there are {processes}. "
+            "Leave it at auto."
+        )

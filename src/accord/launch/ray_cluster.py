@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accord.errors import AccordError, ConfigError, Interrupted
+from accord.launch.environment import check_mesh
 from accord.launch.process import LINGER_S, PassedOn, first_failure, told
 from accord.launch.ray_worker import TOKEN, Job, look_around, outcomes, work
+from accord.track.files import write_atomically
 
 if TYPE_CHECKING:
     from accord.config import Config, Launch
 
+CONNECT_WITHIN_S = 20.0
 # Ray's own reports, metrics and habits, unless the user has said otherwise.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,11 +47,11 @@ def run_on_ray(config: Config, command: Sequence[str]) -> int:
     with _meeting_place(run) as folder, _cluster(config.launch) as ray, PassedOn() as signals:
         job = Job(
             command=tuple(command), cwd=os.getcwd(), run=str(run), folder=str(folder), token=(folder / TOKEN).read_text(),
-            environment=_threads() | config.launch.ray.env_vars,
+            environment=_threads(config.launch) | config.launch.ray.env_vars,
         )  # fmt: skip
         check_machines(ray, job)
         workers, resources = size(config.launch, ray)
-        print(f"ray: {workers} workers on {len(ray.nodes())} machine(s)", flush=True)
+        print(f"ray: {workers} workers on {len(_machines(ray))} machine(s)", flush=True)
         return _fit(config.launch, job, workers, resources, signals)
 
 
@@ -55,7 +59,7 @@ def size(settings: Launch, ray: Any) -> tuple[int, dict[str, float]]:
     """The number of workers and what each takes. Raises ConfigError where the cluster has not so much."""
     has = ray.cluster_resources()
     gpus = int(has.get("GPU", 0))
-    machines = [node for node in ray.nodes() if node["Alive"]]
+    machines = _machines(ray)
     workers = settings.ray.workers or gpus or len(machines)
     resources = {"CPU": 1.0, **({"GPU": 1.0} if gpus else {}), **settings.ray.resources}
     for name, amount in resources.items():
@@ -64,8 +68,6 @@ def size(settings: Launch, ray: Any) -> tuple[int, dict[str, float]]:
                 f"launch.ray.workers: {workers} workers with {name} {amount:g} each need {workers * amount:g}, the cluster has "
                 f"{has.get(name, 0):g} on {len(machines)} machine(s). Lower launch.ray.workers or launch.ray.resources, or add machines."
             )
-    from accord.launch import check_mesh
-
     check_mesh(settings, workers)
     return workers, resources
 
@@ -76,12 +78,14 @@ def check_machines(ray: Any, job: Job) -> None:
 
     here = look_around(job)
     look = ray.remote(num_cpus=0)(look_around)
-    asked = {
-        node["NodeName"]: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(job)
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    for name, answer in asked.items():
+    asked = [
+        (
+            node["NodeName"],
+            look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(job),
+        )
+        for node in _machines(ray)
+    ]
+    for name, answer in asked:
         try:
             there = ray.get(answer)
         except ray.exceptions.RayError as error:
@@ -114,7 +118,7 @@ def _fit(settings: Launch, job: Job, workers: int, resources: dict[str, float], 
     while thread.is_alive() and time.monotonic() < deadline:
         for number in signals.received[passed_on:]:
             passed_on += 1
-            (folder / f"signal-{passed_on}").write_text(str(number))
+            write_atomically(folder / f"signal-{passed_on}", str(number).encode())
         if passed_on > 1 and deadline == math.inf:
             deadline = time.monotonic() + 2 * LINGER_S
         attempts = _attempts(folder)
@@ -156,11 +160,10 @@ def _train(settings: Launch, job: Job, workers: int, resources: dict[str, float]
         backend_cls = AllGpusOfTheMachine
         train_func_context = nullcontext
 
-    most = settings.ray.max_restarts
+    most, restarts = settings.ray.max_restarts, 0
     try:
         while True:
-            before = len(_attempts(Path(job.folder)))
-            left = max(0, most - before)
+            left = most - restarts
             trainer = TorchTrainer(
                 work,
                 train_loop_config=asdict(job),
@@ -177,10 +180,10 @@ def _train(settings: Launch, job: Job, workers: int, resources: dict[str, float]
             try:
                 trainer.fit()
                 return
-            except ControllerError as error:
-                most -= 1
-                if most < 0:
-                    raise error
+            except ControllerError:
+                restarts = max(restarts + 1, len(_attempts(Path(job.folder))))
+                if restarts > most:
+                    raise
     except BaseException as error:
         lost.append(error)
 
@@ -204,8 +207,11 @@ def _cluster(settings: Launch) -> Iterator[Any]:
             cpus = max(cpus, os.cpu_count() or 1)
             ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
         else:
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit():  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), timeout=CONNECT_WITHIN_S).close()
             ray.init(address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         where = address or "a cluster on this machine"
         raise ConfigError(
             f"launch.ray.address: can't reach {where}: {_reason(error)}. Start one with `ray start --head`."
@@ -261,8 +267,14 @@ def _say_restart(attempt: Path, restarts: int, most: int) -> None:
     print(f"{why}\nStarting again from the last checkpoint ({restarts} of at most {most} times).", file=sys.stderr)
 
 
-def _threads() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if os.environ.get("OMP_NUM_THREADS") else {}
+def _machines(ray: Any) -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _threads(settings: Launch) -> dict[str, str]:
+    """OMP_NUM_THREADS of each worker where something says so; else its machine's cores are shared by the workers there."""
+    threads = os.environ.get("OMP_NUM_THREADS") or int(settings.ray.resources.get("CPU", 0))
+    return {"OMP_NUM_THREADS": str(threads)} if threads else {}
 
 
 def _reason(error: BaseException) -> str:
