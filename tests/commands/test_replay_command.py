@@ -149,7 +149,7 @@ def test_a_difference_is_shown_and_is_exit_code_1(tiny_folder, tmp_path, capsys,
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(tiny_folder, tmp_path, capsys):
     folder = run(tiny_folder("llama"), tmp_path / "run", {"checkpoint": {"keep_last": 3}, "ppo": {"journal": "all"}})
-    for file in (folder / "checkpoints/step-00000004").glob("*.safetensors"):
+    for file in (folder / "checkpoints/step-00000004").rglob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     before = state(folder)
     capsys.readouterr()
