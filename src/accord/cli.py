@@ -233,6 +233,27 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folde
     command(run)
 
 
+@app.command(short_help="Compute a PPO step again and compare it with the log.")
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a PPO run, finished or not.", show_default=False)],
+    step: Annotated[int, typer.Option(help="The step.", metavar="N", min=1, show_default=False)],
+    tolerance: Annotated[float, typer.Option(help="How far two numbers may differ, as a share of the larger one.", min=0)] = 1e-5,
+    worst: Annotated[
+        int, typer.Option(help="Show so many answers with the largest advantage, and with the largest KL.", min=0)
+    ] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compute a step of PPO again, from the checkpoint before it and RUN/journal.jsonl, and say where it differs from the log.
+
+    Nobody is asked for scores again, and RUN is only read. Exit code 0: every metric is equal, 1: some differ.
+    """
+    from accord.commands.replay import replay as command
+
+    code: Any = command(run, step, tolerance, worst, as_json)
+    if code:
+        raise typer.Exit(code)
+
+
 def _only_overrides(arguments: Sequence[str] | None) -> list[str]:
     config, overrides = split_config(None, arguments)
     if config is not None:

@@ -199,7 +199,21 @@ def test_help_lists_what_is_built_and_nothing_else(call):
     code, out, _ = call("--help")
     listed = [line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.startswith("  ")]
     assert code == 0
-    assert listed == ["run", "sft", "reward", "dpo", "ppo", "generate", "chat", "score", "evaluate", "report", "data", "config"]
+    assert listed == [
+        "run",
+        "sft",
+        "reward",
+        "dpo",
+        "ppo",
+        "generate",
+        "chat",
+        "score",
+        "evaluate",
+        "report",
+        "replay",
+        "data",
+        "config",
+    ]
 
 
 def processor_seconds(*arguments: str) -> float:
