@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -201,6 +202,7 @@ def _cluster(settings: Launch) -> Iterator[Any]:
         raise ConfigError(
             f"launch.type: ray is not installed ({error}). pip install 'accord[ray]', or use launch.type=local."
         ) from None
+    answer = signal.getsignal(signal.SIGTERM)
     try:
         if address is None:
             cpus = math.ceil((settings.ray.workers or 1) * settings.ray.resources.get("CPU", 1))
@@ -211,6 +213,8 @@ def _cluster(settings: Launch) -> Iterator[Any]:
             if host and port.isdigit():  # Ray itself would try for minutes
                 socket.create_connection((host, int(port)), timeout=CONNECT_WITHIN_S).close()
             ray.init(address, log_to_driver=False, configure_logging=False)
+        with suppress(ValueError):  # Ray has put its own in place, with an exit code of its own
+            signal.signal(signal.SIGTERM, answer)
     except (OSError, ValueError, RuntimeError) as error:
         where = address or "a cluster on this machine"
         raise ConfigError(
