@@ -75,6 +75,10 @@ def alone(jobs: list[Job]) -> list[Any]:
     return [do(job) for job in jobs]
 
 
+def set_shard(job: Job, shard: str) -> Job:
+    return {**job, "changes": {**job["changes"], "train": {**job["changes"].get("train", {}), "shard": shard}}}
+
+
 def assert_alike(found: dict[str, Any], wanted: dict[str, Any], exact: float = 1e-5) -> None:
     """The same curve, the same evaluations, the same weights. What depends on the clock, or on how many packs there are, is left out."""
     for key in ("before", "after"):

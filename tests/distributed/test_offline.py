@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.group import Job, alone, answers, assert_alike
+from tests.distributed.group import Job, alone, answers, assert_alike, set_shard
 
 # Fewer tokens at once than a batch has: several packs a process, and a last turn that not all have.
 TRAIN = {"batch_size": 4, "max_tokens": 66, "lr": 1e-3, "ema_decay": 0.9}
 LORA = {"model": {"lora": {"rank": 4}}}
 
 
-def job(kind: str, model: Any, run: Any, steps: int = 4, valid: int = 3, **changes: Any) -> Job:
+def job(kind: str, start: Any, run: Any, steps: int = 4, valid: int = 3, **changes: Any) -> Job:
     """On 7 rows in batches of 4: the last batch of an epoch has 3."""
     changes = {"data": {"max_length": 60}, **changes, "train": {**TRAIN, **changes.get("train", {})}}
     return {
         "do": "offline",
         "kind": kind,
-        "model": str(model),
+        "model": str(start),
         "run": str(run),
         "changes": changes,
         "steps": steps,
@@ -27,10 +27,11 @@ def job(kind: str, model: Any, run: Any, steps: int = 4, valid: int = 3, **chang
     }
 
 
-def compared(jobs: list[Job], wanted: list[Any], world: int, shard: str, folder: Any) -> None:
-    sharded = [{**job, "changes": {**job["changes"], "train": {**job["changes"]["train"], "shard": shard}}} for job in jobs]
-    for found in answers(world, sharded, folder):
-        for one, other in zip(found, wanted, strict=True):
+def compare(jobs: list[Job], wanted: list[Any], world: int, folder: Any) -> None:
+    """In one group every job with whole models, then every job sharded."""
+    both = [set_shard(job, shard) for shard in ("never", "always") for job in jobs]
+    for found in answers(world, both, folder):
+        for one, other in zip(found, [*wanted, *wanted], strict=True):
             assert_alike(one, other)
 
 
@@ -41,20 +42,17 @@ def three(tiny_folder, tmp_path_factory) -> tuple[list[Job], list[Any]]:
     return jobs, alone(jobs)
 
 
-@pytest.mark.parametrize("shard", ["never", "always"])
-def test_two_processes_learn_what_one_learns(shard, three, tmp_path):
-    compared(*three, 2, shard, tmp_path)
+def test_two_processes_learn_what_one_learns(three, tmp_path):
+    compare(*three, 2, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["never", "always"])
-def test_four_processes_learn_what_one_learns(shard, three, tmp_path):
-    compared(*three, 4, shard, tmp_path)
+def test_four_processes_learn_what_one_learns(three, tmp_path):
+    compare(*three, 4, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["never", "always"])
-def test_every_loss_and_every_kind_of_model_is_divided_alike(shard, tiny_folder, tmp_path):
+def test_every_loss_and_every_kind_of_model_is_divided_alike(tiny_folder, tmp_path):
     llama, gpt2, gemma = tiny_folder("llama"), tiny_folder("gpt2"), tiny_folder("gemma2")
     jobs = [
         job("sft", tiny_folder("llama", tie_word_embeddings=True), tmp_path),
@@ -71,4 +69,4 @@ def test_every_loss_and_every_kind_of_model_is_divided_alike(shard, tiny_folder,
         job("reward-token_pairwise", llama, tmp_path),
         job("reward-mse", llama, tmp_path, valid=1),
     ]
-    compared(jobs, alone(jobs), 2, shard, tmp_path / "group")
+    compare(jobs, alone(jobs), 2, tmp_path / "group")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.distributed.group import Job, alone, answers, assert_alike
+from accord.data.template import ConversationEncoder
+from accord.models.scratch import train_tokenizer
+from tests.conftest import TEXTS, build_tiny
+from tests.distributed.group import Job, alone, answers, assert_alike, set_shard
+from tests.trainers.runs import demonstrations, trainer
 
 BASE = {
     "train": {"max_tokens": 90, "lr": 1e-3, "batch_size": 3},
@@ -16,32 +21,39 @@ NO_CRITIC = {"critic": {"lr": 5.0e-6}}
 BEST = {**NO_CRITIC, "ppo": {"clip_reward": 5.0, "kl": {"coef": 0.05}}}
 
 
-def job(model: Any, run: Any, shard: str, changes: dict[str, Any]) -> Job:
+def job(start: Any, run: Any, changes: dict[str, Any]) -> Job:
     from accord.config.root import merge
 
-    changes = merge(merge(BASE, changes), {"train": {"shard": shard}})
-    return {"do": "ppo", "model": str(model), "run": str(run), "changes": changes}
+    return {"do": "ppo", "model": str(start), "run": str(run), "changes": merge(BASE, changes)}
 
 
-def variants(model: Any, run: Any, shard: str, which: list[dict[str, Any]]) -> list[Job]:
-    return [job(model, run, shard, changes) for changes in which]
-
-
-def compared(model: Any, folder: Any, shard: str, which: list[dict[str, Any]]) -> None:
-    wanted = alone(variants(model, folder, "never", which))
-    for found in answers(2, variants(model, folder, shard, which), folder / "group"):
-        for one, other in zip(found, wanted, strict=True):
+def compare(jobs: list[Job], folder: Any, also: list[Job] | None = None) -> list[list[Any]]:
+    """In one group every job with whole models, then every job sharded; what it gives for the jobs in `also`."""
+    wanted, both = alone(jobs), [set_shard(job, shard) for shard in ("never", "always") for job in jobs]
+    others = []
+    for found in answers(2, [*both, *(also or [])], folder):
+        for one, other in zip(found, [*wanted, *wanted], strict=False):
             assert_alike(one, other)
+        others.append(found[len(both) :])
+    return others
 
 
-@pytest.mark.parametrize("shard", ["never", "always"])
-def test_two_processes_improve_as_one_does(shard, tiny_folder, tmp_path):
-    compared(tiny_folder("llama"), tmp_path, shard, [{}, {"critic": {"share_trunk": True}, "train": {"ema_decay": 0.9}}])
+def test_two_processes_improve_as_one_does_and_wait_for_each_other(tiny_folder, tmp_path):
+    """The last jobs: the first process's answers have one token each, the other's as many as are allowed."""
+    model = tiny_folder("llama")
+    jobs = [job(model, tmp_path, {}), job(model, tmp_path, {"critic": {"share_trunk": True}, "train": {"ema_decay": 0.9}})]
+    uneven = {"do": "uneven_answers", "model": str(model), "run": str(tmp_path), "changes": {}}
+    found = compare(jobs, tmp_path / "group", [set_shard(uneven, "never"), set_shard(uneven, "always")])
+    assert found[0] == found[1]
+    assert all(answer == {"lengths": [1, 40, 1, 40], "finite": True} for answer in found[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["never", "always"])
-def test_every_objective_and_every_critic_is_divided_alike(shard, tiny_folder, reward_run, tmp_path):
+def test_every_objective_and_every_critic_is_divided_alike(tiny_folder, reward_run, other_tokenizer, tmp_path):
+    scored = {"ppo": {"rewards": [{"type": "model"}]}, "reward_model": {"path": str(reward_run)}}
+    two_sources = {"ppo": {"rewards": [{"type": "model"}, {"type": "length", "min_tokens": 3, "max_tokens": 9, "weight": 0.1}]}}
+    ptx = tmp_path / "ptx.jsonl"
+    ptx.write_text("".join(json.dumps(row) + "\n" for row in demonstrations(20)))
     which = [
         {**NO_CRITIC, "ppo": {"advantage": "grpo", "kl": {"place": "loss", "estimator": "full"}}},
         {"critic": {"share_trunk": True, "warmup_steps": 1}},
@@ -49,29 +61,28 @@ def test_every_objective_and_every_critic_is_divided_alike(shard, tiny_folder, r
         {**BEST, "ppo": {**BEST["ppo"], "objective": "dpo"}},
         {**BEST, "ppo": {**BEST["ppo"], "objective": "sft"}},
         {"engine": {"enabled": False}},
-        {"ppo": {"rewards": [{"type": "model"}, {"type": "length", "min_tokens": 3, "weight": 0.1}]}, "reward_model": {"path": str(reward_run)}},
-        {"model": {"lora": {"rank": 4}}, "ppo": {"rewards": [{"type": "model"}]}, "reward_model": {"path": str(reward_run)}},
-    ]  # fmt: skip
-    compared(tiny_folder("llama"), tmp_path, shard, which)
+        {**scored, **two_sources},
+        {**scored, "model": {"lora": {"rank": 4}}},
+        {"ppo": {"ptx_coef": 0.5, "ptx_data": str(ptx)}},
+        {"critic": {"path": str(other_tokenizer)}},  # stays whole
+    ]
+    compare([job(tiny_folder("llama"), tmp_path, changes) for changes in which], tmp_path / "group")
 
 
 @pytest.fixture(scope="module")
 def reward_run(tiny_folder, tmp_path_factory) -> Any:
-    from tests.trainers.runs import trainer
-
     run = tmp_path_factory.mktemp("reward") / "run"
     with trainer("reward", tiny_folder("llama"), run, {"train": {"max_steps": 2}}) as t:
         t.train()
     return run
 
 
-@pytest.mark.parametrize("shard", ["never", "always"])
-def test_a_process_whose_answers_end_early_waits_for_the_others(shard, tiny_folder, tmp_path):
-    """The first process's answers have one token each, the other's as many as are allowed."""
-    found = answers(
-        2,
-        [{"do": "uneven_answers", "model": str(tiny_folder("llama")), "run": str(tmp_path), "shard": shard}],
-        tmp_path / "group",
-    )
-    assert found[0] == found[1]
-    assert found[0][0]["lengths"] == [1, 40, 1, 40] and found[0][0]["finite"]
+@pytest.fixture(scope="module")
+def other_tokenizer(tmp_path_factory) -> Any:
+    """A model that reads other tokens, and writes conversations in another template."""
+    folder = tmp_path_factory.mktemp("other")
+    tokenizer = train_tokenizer(TEXTS[:2], 300)
+    ConversationEncoder(tokenizer, "human-assistant")
+    build_tiny("gpt2", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -61,7 +61,7 @@ def test_the_command_in_a_group_writes_one_run_and_speaks_once(tiny_folder, tmp_
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in demonstrations(9)))
     command = [
-        "-m", "accord.cli", "sft", f"model.path={tiny_folder('llama')}", f"data.train={data}", f"run.dir={tmp_path}/run", "data.cache=false",
+        "-m", "accord.cli", "sft", f"model.path={tiny_folder('llama')}", f"data.train={data}", f"run.dir={tmp_path}/run", "data.max_length=128",
         "train.batch_size=3", "train.max_steps=2", "train.shard=always", "data.holdout=0.3", "track.tensorboard=false",
     ]  # fmt: skip
     assert finish(start(2, command, tmp_path / "group"), tmp_path / "group") == [0, 0], said(tmp_path / "group")

@@ -48,13 +48,13 @@ def ppo(model: str, run: str, changes: dict[str, Any], steps: int = 2) -> dict[s
         return {"before": before, "steps": curve, "after": t.evaluate(steps), "weights": sums}
 
 
-def uneven_answers(model: str, run: str, shard: str) -> dict[str, Any]:
+def uneven_answers(model: str, run: str, changes: dict[str, Any]) -> dict[str, Any]:
     """A step of PPO where the answers to the prompts of even number, those of the first process, have one token, the others 40."""
     from dataclasses import replace
 
     from tests.trainers.ppo_setup import trainer
 
-    with trainer(Path(model), Path(run), {"train": {"shard": shard}, "generate": {"max_new_tokens": 40}}) as t:
+    with trainer(Path(model), Path(run), {**changes, "generate": {"max_new_tokens": 40}}) as t:
         generate, long = t.engine.generate, replace(t.params, stop_token_ids=())
         short = replace(long, max_new_tokens=1)
 

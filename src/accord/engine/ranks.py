@@ -249,7 +249,8 @@ def _leave(ranks: Ranks) -> None:
             ranks._store.set(f"left/{ranks.rank}", "")
         elif not _failed:
             ranks._store.wait([f"left/{rank}" for rank in range(1, ranks.world)], 3 * _SHORT)
-        if not _failed:
+    with suppress(Exception):
+        if not _failed or not torch.cuda.is_available():  # NCCL would wait for those that have failed
             torch.distributed.destroy_process_group()
 
 

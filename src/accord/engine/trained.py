@@ -297,7 +297,8 @@ class TrainedModel(PackedModel):
         self._packs.clear()
 
     def _nonfinite_step(self, lr: float) -> StepInfo:
-        batch = [{"input_ids": pack.input_ids.tolist(), "segments": [list(s) for s in pack.segments]} for pack in self._packs]
+        own = [{"input_ids": pack.input_ids.tolist(), "segments": [list(s) for s in pack.segments]} for pack in self._packs]
+        batch = sum(self.ranks.collect({self.ranks.rank: own}, None, self.ranks.world), [])
         self._clear()
         self.skipped += 1
         self._skipped_in_a_row += 1

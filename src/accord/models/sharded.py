@@ -149,4 +149,5 @@ def divided(tensor: Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def squared_norm(tensors: list[Tensor]) -> float:
     """Σ x² of what is here, in float64."""
-    return float(sum(torch.linalg.vector_norm(local(t), dtype=torch.float64).square().cpu() for t in tensors if local(t).numel()))
+    norms = [torch.linalg.vector_norm(local(tensor), dtype=torch.float64) for tensor in tensors]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
