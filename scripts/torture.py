@@ -27,6 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 import accord.pipeline  # here, once: every life is a fork of this process and has its libraries already
 import accord.trainers.ppo
 import accord.trainers.preference
@@ -34,6 +37,7 @@ import accord.trainers.reward
 import accord.trainers.sft  # noqa: F401
 from accord import cli
 from accord.demo import base_path
+from accord.engine.generate.native import kernels
 
 STAGES = ("sft", "reward", "dpo", "ppo")
 MODELS = ("model", "ema", "critic", "best", "exports")
@@ -45,9 +49,6 @@ _fork = multiprocessing.get_context("fork")
 
 def tiny_model(folder: Path) -> Path:
     """A random model of two small layers with the demo's tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     shutil.copytree(base_path(), folder)
     sizes = {
         "hidden_size": 32,
@@ -84,7 +85,8 @@ def command(stage: str, model: Path, run: Path, steps: int) -> list[str]:
             "generate.max_new_tokens": 24,
             "critic": {"lr": 1e-3, "warmup_steps": 1},
             "ppo": {
-                "samples_per_prompt": 2, "mini_batches": 2, "normalize_score": True, "ptx_coef": 0.5, "ptx_data": "demo:sft",
+                "samples_per_prompt": 2, "mini_batches": 2, "normalize_score": True, "ptx_coef": 0.5,
+                "ptx_data": [{"path": "demo:sft", "max_rows": 40}],
                 "kl": {"controller": "adaptive", "horizon": 50}, "rewards": [{"type": "function", "path": "accord.demo.judge:score"}],
             },
         }  # fmt: skip
@@ -164,6 +166,7 @@ def torture(
     """Kill runs of `stage` at least `kills` times and compare each that came through. Raises RuntimeError where something differs."""
     rng, began = random.Random(f"{seed} {stage}"), time.monotonic()
     model, log = tiny_model(folder / "start"), folder / "log.txt"
+    kernels(torch.float32, torch.device("cpu"), 16, 1)  # compiled once, not in every cache anew
     os.environ["ACCORD_CACHE"] = str(folder / "cache")
     whole = folder / "whole"
     start_of_whole = time.monotonic()
