@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import torch
 
 from accord.engine.ranks import join
+from accord.errors import Interrupted
 from accord.models.sharded import whole
 
 
@@ -30,6 +35,56 @@ def offline(
         before = t.evaluate(0)
         curve = [t.step(step) for step in range(1, steps + 1)]
         return {"before": before, "steps": curve, "after": t.evaluate(steps), "weights": summary(t.model)}
+
+
+def ppo(model: str, run: str, changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
+    """Iterations of PPO on answers that it samples, with the evaluations before and after."""
+    from tests.trainers.ppo_setup import PROMPTS, trainer
+
+    with trainer(Path(model), Path(run), changes, PROMPTS[:7]) as t:
+        before = t.evaluate(0)
+        curve = [t.step(step) for step in range(1, steps + 1)]
+        sums = summary(t.policy) | ({} if t.critic is None else {f"critic {n}": p for n, p in summary(t.critic).items()})
+        return {"before": before, "steps": curve, "after": t.evaluate(steps), "weights": sums}
+
+
+def uneven_answers(model: str, run: str, shard: str) -> dict[str, Any]:
+    """A step of PPO where the answers to the prompts of even number, those of the first process, have one token, the others 40."""
+    from dataclasses import replace
+
+    from tests.trainers.ppo_setup import trainer
+
+    with trainer(Path(model), Path(run), {"train": {"shard": shard}, "generate": {"max_new_tokens": 40}}) as t:
+        generate, long = t.engine.generate, replace(t.params, stop_token_ids=())
+        short = replace(long, max_new_tokens=1)
+
+        def uneven(prompts: Any, params: Any, *, seeds: Any = None) -> Any:
+            return generate(prompts, [long if number % 2 else short for number in range(len(prompts))], seeds=seeds)
+
+        t.engine.generate = uneven
+        experience = t.make_experience([t.examples.train[i] for i in range(4)])
+        losses = t.update(experience)
+        return {"lengths": experience.rollouts.lengths, "finite": all(map(math.isfinite, losses.values()))}
+
+
+def train(kind: str, model: str, run: str, changes: dict[str, Any], stop_at: int | None = None) -> dict[str, Any]:
+    """A whole run, or one that the last process of the group is told to stop in step `stop_at`."""
+    from tests.trainers import ppo_setup, runs
+
+    make = ppo_setup.trainer if kind == "ppo" else functools.partial(runs.trainer, kind)
+    with make(Path(model), Path(run), changes) as t:
+        step = t.step
+
+        def told(number: int) -> dict[str, float]:
+            if number == stop_at and join().rank == join().world - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(number)
+
+        t.step = told
+        try:
+            return {"summary": t.train()}
+        except Interrupted as error:
+            return {"interrupted": str(error)}
 
 
 def summary(model: Any) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -37,7 +37,8 @@ class HybridEngine:
 
     def __init__(self, model: TrainedModel, settings: Engine) -> None:
         self.model = model
-        self.generator = make_generator(model.module, model.tokenizer, settings, model.compute_dtype)
+        with model.gathered():
+            self.generator = make_generator(model.module, model.tokenizer, settings, model.compute_dtype)
         self.times = TimeSplit()
 
     def eval(self) -> None:
@@ -55,11 +56,29 @@ class HybridEngine:
         *,
         seeds: Sequence[int] | None = None,
     ) -> list[Rollout]:
-        """Answers from the weights as they are now. The time counts as `generate`; renewing copies, as `gather`."""
-        with self.times("gather"):
-            self.generator.prepare()
-        with self.times("generate"):
-            return self.generator.generate(prompts, params, seeds=seeds)
+        """Answers from the weights as they are now. The time counts as `generate`; renewing copies, as `gather`.
+
+        In a group each process answers its share of the prompts, with weights that are whole everywhere: one whose answers end early waits
+        for the others' answers, not they for it.
+        """
+        ranks = self.model.ranks
+        own = [number for number, counts in ranks.turns(len(prompts)) if counts]
+        if isinstance(params, Sequence):
+            params = [params[number] for number in own]
+        with ExitStack() as stack:
+            with self.times("gather"):
+                stack.enter_context(self.model.gathered())
+                if self.model.lockstep:
+                    self.generator.refresh()  # what was gathered anew shows no trace of a change
+                self.generator.prepare()
+            with self.times("generate"), ranks.agreeing():
+                found = self.generator.generate(
+                    [prompts[number] for number in own],
+                    params,
+                    seeds=None if seeds is None else [seeds[number] for number in own],
+                )
+            with self.times("generate"):
+                return ranks.collect(dict(zip(own, found, strict=True)), Rollout([], [], "stop"), len(prompts))
 
     def step(self) -> StepInfo:
         """The optimizer's step; the sampler's copies are out of date afterwards."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from accord import errors
-from accord.errors import AccordError, ConfigError
+from accord.errors import AccordError, ConfigError, PeerLost
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # of one exchange; waiting for the main process (`ask_main`) has no limit
@@ -69,10 +69,11 @@ class Ranks:
         A result is a tensor, a number, a text, None, or tuples, lists, dictionaries and dataclasses of these, of one shape for all items.
         """
         own, like = {}, None
-        for number, counts in self.turns(len(items), lockstep):
-            like = compute(items[number])
-            if counts:
-                own[number] = like
+        with nullcontext() if lockstep else self.agreeing():
+            for number, counts in self.turns(len(items), lockstep):
+                like = compute(items[number])
+                if counts:
+                    own[number] = like
         return self.collect(own, like, len(items))
 
     def collect(self, own: Mapping[int, T], like: Any, count: int) -> list[T]:
@@ -105,6 +106,22 @@ class Ranks:
         """Whether it is so in any process."""
         return flag if self.world == 1 else bool(self.max_(torch.tensor(int(flag))))
 
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Around what exchanges nothing: an AccordError that one process meets is raised by all, so that none waits for it."""
+        error: AccordError | None = None
+        try:
+            yield
+        except AccordError as met:
+            error = met
+        if self.world > 1:
+            own = None if error is None else [type(error).__name__, str(error)]
+            met_by_all = self.collect({self.rank: own}, None, self.world)
+            if error is None and (others := [found for found in met_by_all if found is not None]):
+                raise _error(*others[0])
+        if error is not None:
+            raise error
+
     def barrier(self) -> None:
         """Wait until all processes are here."""
         self.any(False)
@@ -135,8 +152,7 @@ class Ranks:
         if not self.is_main:
             found = json.loads(self._wait(key))
             if "error" in found:
-                kind = getattr(errors, found["kind"], AccordError)
-                raise kind(found["error"])
+                raise _error(found["kind"], found["error"])
             return found["answer"]
         try:
             given = answer()
@@ -144,7 +160,7 @@ class Ranks:
         except BaseException as error:
             kind, text = type(error).__name__, str(error)
             if not isinstance(error, AccordError):
-                kind, text = "AccordError", f"the main process has failed: {kind}: {text}"
+                kind, text = "PeerLost", f"the main process has failed: {kind}: {text}"
             self._store.set(key, json.dumps({"kind": kind, "error": text}))
             raise
         return json.loads(json.dumps(given))  # the same types everywhere: a tuple has become a list
@@ -156,9 +172,15 @@ class Ranks:
                 return self._store.get(key)
             except torch.distributed.DistStoreError as error:  # not yet there
                 if "imeout" not in str(error) and "imed out" not in str(error):
-                    raise AccordError(_GONE) from error
+                    raise PeerLost(_GONE) from error
             except (RuntimeError, ConnectionError) as error:
-                raise AccordError(_GONE) from error
+                raise PeerLost(_GONE) from error
+
+
+def _error(kind: str, text: str) -> AccordError:
+    """An error as another process met it."""
+    error: AccordError = getattr(errors, kind, AccordError)(text)
+    return error
 
 
 _GONE = "another process of this run has stopped; what it said, above or in its own log, is the reason."
@@ -221,10 +243,13 @@ def _from_environment(environment: Mapping[str, str]) -> Ranks:
 
 
 def _leave(ranks: Ranks) -> None:
-    """The main process stays until the others have read its last answer; one that has failed waits for nobody."""
-    if not _failed:
-        with suppress(Exception):
-            ranks.barrier()
+    """The main process, which keeps the store, stays until the others have read its last answer. Where one has failed nobody waits long."""
+    with suppress(Exception):
+        if not ranks.is_main:
+            ranks._store.set(f"left/{ranks.rank}", "")
+        elif not _failed:
+            ranks._store.wait([f"left/{rank}" for rank in range(1, ranks.world)], 3 * _SHORT)
+        if not _failed:
             torch.distributed.destroy_process_group()
 
 
@@ -253,7 +278,7 @@ def _translated() -> Iterator[None]:
         text = str(error).lower()
         signs = ("connection closed by peer", "connection reset by peer", "gloo", "nccl", "broken pipe", "timed out waiting")
         if isinstance(error, torch.distributed.DistError) or any(sign in text for sign in signs):
-            raise AccordError(_GONE) from error
+            raise PeerLost(_GONE) from error
         raise
 
 
@@ -272,7 +297,7 @@ def _encode(value: Any) -> bytes:
 def _shape(value: Any, tensors: list[Tensor]) -> Any:
     """The value as JSON; each tensor, put aside, is {"tensor": [dtype, size …]}."""
     if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().contiguous())
+        tensors.append(value.detach().cpu().clone(memory_format=torch.contiguous_format))
         return {"tensor": [str(value.dtype).removeprefix("torch."), *value.shape]}
     if is_dataclass(value):
         return [_shape(getattr(value, field.name), tensors) for field in fields(value)]

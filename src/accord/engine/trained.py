@@ -13,9 +13,10 @@ from torch import Tensor
 
 from accord.data.packing import Pack, pack_trees
 from accord.data.trees import Tree
+from accord.engine.memory import keep_freed_memory
 from accord.engine.ranks import Ranks, join
 from accord.engine.shards import read_into
-from accord.errors import NonFiniteError
+from accord.errors import ConfigError, NonFiniteError
 from accord.models import sharded
 from accord.models.distribution import Distribution
 from accord.models.forward import FrozenModel, PackedModel
@@ -76,6 +77,8 @@ class TrainedModel(PackedModel):
         shard: bool = True,  # where `train.shard` says so
     ) -> None:
         super().__init__(loaded.module, precision=train.precision)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.ranks = join()
         if shard and parameters is None and shards(train, self.ranks):
             sharded.shard(self.module, self.ranks.mesh, offload=train.offload == "params")
@@ -381,8 +384,14 @@ class TrainedModel(PackedModel):
 
 
 def shards(train: Train, ranks: Ranks) -> bool:
-    """Whether models are divided over the processes (`train.shard`)."""
-    return ranks.world > 1 and (train.shard == "always" or (train.shard == "auto" and torch.cuda.is_available()))
+    """Whether models are divided over the processes (`train.shard`). Raises ConfigError for an offload of what is not."""
+    divided = ranks.world > 1 and (train.shard == "always" or (train.shard == "auto" and torch.cuda.is_available()))
+    if train.offload != "none" and not divided:
+        raise ConfigError(
+            f"train.offload={train.offload}: only a model that is sharded over several processes can lie in the CPU's memory. "
+            "Start several processes (torchrun) with train.shard=always, or set train.offload=none."
+        )
+    return divided
 
 
 def frozen_model(module: torch.nn.Module, train: Train) -> FrozenModel:

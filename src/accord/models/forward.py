@@ -15,6 +15,7 @@ from accord.models import heads
 from accord.models.distribution import Distribution
 from accord.models.logprobs import TokenLogprobs
 from accord.models.packed import ATTENTION_NAME, SegmentLayout, packed_forward
+from accord.models.precision import check_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class PackedModel:
         self.inner = heads.unwrap(module)
         self.device = next(module.parameters()).device
         self.compute_dtype = torch.bfloat16 if precision == "bf16" else None
+        check_bfloat16(self.compute_dtype or next(module.parameters()).dtype, self.device)
         self.packed = enable_segments(self.inner)
         self._head_is_linear = _head_is_linear(self.inner)
 

@@ -81,7 +81,9 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         os.replace(beside, folder)
         sync(folder.parent)
     except Exception as error:
-        if not isinstance(error, OSError) and "(os error " not in str(error):  # safetensors and tokenizers have errors of their own
+        if not isinstance(error, OSError) and "(os error " not in str(
+            error
+        ):  # safetensors and tokenizers have errors of their own
             raise
         raise AccordError(
             f"could not write {folder}: {getattr(error, 'strerror', None) or error}. Free some space or choose another run.dir."

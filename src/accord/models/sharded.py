@@ -39,7 +39,8 @@ def shard(module: nn.Module, mesh: Any, *, offload: bool = False) -> None:
 
 
 def _read(base: nn.Module, **inputs: Any) -> Tensor:
-    return backbone(base)(**inputs).last_hidden_state
+    hidden: Tensor = backbone(base)(**inputs).last_hidden_state
+    return hidden if hidden._base is None else hidden.clone()  # FSDP follows the tensor it is given; some families return a view
 
 
 def _blocks(base: nn.Module) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from accord.data.records import Prompt
+from accord.engine.ranks import join
 from accord.errors import AccordError
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,11 @@ class Sample:
 
 
 class Source(Protocol):
-    """One source of scores. One that can fail on a sample also has `failures`, the number of its scores that were its fallback."""
+    """One source of scores. One that can fail on a sample also has `failures`, the number of its scores that were its fallback.
+
+    In a group the main process asks, for all. A source that is a model beside the trained one sets `divides`: each process asks it about
+    all samples, and it divides them over the processes itself.
+    """
 
     name: str
     weight: float
@@ -82,6 +87,19 @@ class ScoreBoard:
         return [score + math.fsum(tokens) for score, tokens in zip(self.total, self.per_token, strict=True)]
 
 
+def _ask(source: Source, samples: Sequence[Sample]) -> tuple[list[Any], int]:
+    """(what it gives: a score, or one for each token, of every sample; how many of them are its fallback)."""
+
+    def ask() -> tuple[list[Any], int]:
+        before = getattr(source, "failures", 0)
+        by_token = isinstance(source, TokenSource) and source.per_token
+        found: list[Any] = source.token_scores(samples) if by_token else source.score(samples)  # type: ignore[attr-defined]
+        return found, getattr(source, "failures", 0) - before
+
+    found, failures = ask() if getattr(source, "divides", False) else join().ask_main(ask)
+    return found, failures
+
+
 def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
     """Ask every source about every sample and add their scores up by weight.
 
@@ -96,9 +114,10 @@ def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
     per_token: list[list[float]] | None = None
     failures = 0
     for source in sources:
-        before = getattr(source, "failures", 0)
+        found, failed = _ask(source, samples)
+        failures += failed
         if isinstance(source, TokenSource) and source.per_token:
-            lists = source.token_scores(samples)
+            lists = found
             _check_count(source, len(lists), samples)
             per_token = per_token or [[0.0] * len(sample.response_ids) for sample in samples]
             for sample, summed, scores in zip(samples, per_token, lists, strict=True):
@@ -110,12 +129,11 @@ def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
                     summed[t] += _weighted(source, score, sample)
             by_source[source.name] = [math.fsum(scores) for scores in lists]
         else:
-            own = source.score(samples)
+            own = found
             _check_count(source, len(own), samples)
             for i, (sample, score) in enumerate(zip(samples, own, strict=True)):
                 total[i] += _weighted(source, score, sample)
             by_source[source.name] = list(own)
-        failures += getattr(source, "failures", 0) - before
     return ScoreBoard(total, by_source, failures, per_token)
 
 

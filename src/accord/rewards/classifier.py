@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accord.data.records import Message
 from accord.data.template import ConversationEncoder
+from accord.engine.ranks import join
 from accord.errors import AccordError, ConfigError, DataError
 from accord.models.heads import context_length, quiet
 from accord.models.load import DTYPES, default_device, load_tokenizer, resolve
@@ -69,6 +70,8 @@ class ClassifierReward:
         self.pad_token_id: int | None = getattr(config.get_text_config(), "pad_token_id", None)
         self._warned = False
 
+    divides = True
+
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[float]:
         encoded = [self._encode(sample) for sample in samples]
@@ -78,10 +81,10 @@ class ClassifierReward:
         scores = [0.0] * len(samples)
         order = sorted(range(len(samples)), key=lambda i: -len(encoded[i][0]))  # like lengths together
         size = self.batch_size if self.pad_token_id is not None else 1
-        for start in range(0, len(order), size):
-            rows = order[start : start + size]
-            for row, score in zip(rows, self._forward([encoded[i] for i in rows]).tolist(), strict=True):
-                scores[row] = score
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        found = join().each(batches, lambda rows: self._forward([encoded[i] for i in rows]).tolist())
+        for row, score in zip((row for rows in batches for row in rows), (s for scores in found for s in scores), strict=True):
+            scores[row] = score
         return scores
 
     def _forward(self, encoded: Sequence[tuple[list[int], list[int]]]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accord.data.packing import Pack, pack_trees
@@ -52,9 +52,12 @@ class ModelReward:
         normalization: Normalization | None = None,
         weight: float = 1.0,
         name: str = "model",
+        each: Callable[[Sequence[Pack], Callable[[Pack], list[float]]], list[list[float]]] | None = None,
     ) -> None:
+        """`each`: calls a function for every pack, in a group each process for its share of them."""
         self.model, self.encoder, self.weight, self.name = model, encoder, weight, name
         self.max_tokens, self.max_length, self.normalization = max_tokens, max_length, normalization
+        self.divides, self._each = each is not None, each or (lambda packs, read: [read(pack) for pack in packs])
         self._warned = False
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
@@ -62,9 +65,10 @@ class ModelReward:
         trees, members = prompt_trees([p for p, _ in sequences], [r for _, r in sequences], self.max_tokens)
         scores = [0.0] * len(samples)
         # In the reward model's own tokens a sequence may be longer than the policy's budget: it then has a pack to itself.
-        for pack in pack_trees(trees, max([self.max_tokens, *(tree.num_tokens for tree in trees)])):
+        packs = pack_trees(trees, max([self.max_tokens, *(tree.num_tokens for tree in trees)]))
+        for pack, found in zip(packs, self._each(packs, lambda pack: self.model.scores(pack).tolist()), strict=True):
             numbers = [number for tree in pack.tree_index for number in members[tree]]
-            for number, score in zip(numbers, self.model.scores(pack).tolist(), strict=True):
+            for number, score in zip(numbers, found, strict=True):
                 scores[number] = score if self.normalization is None else self.normalization.apply(score)
         return scores
 

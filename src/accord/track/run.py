@@ -26,7 +26,15 @@ except ImportError:  # Windows has no flock; then nothing guards against a secon
 State = Literal["new", "resumable", "finished"]
 
 # What a run writes into its folder. Overwriting removes these and nothing else.
-FILES = ("summary.json", "report.html", "metrics.jsonl", "samples.jsonl", "alarms.jsonl", "reward_evaluation.json")
+FILES = (
+    "summary.json",
+    "report.html",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "alarms.jsonl",
+    "journal.jsonl",
+    "reward_evaluation.json",
+)
 FOLDERS = ("checkpoints", "model", "critic", "adapter", "best", "ema", "exports", "tensorboard")
 STAGES = ("sft", "reward", "dpo", "ppo")
 
@@ -35,7 +43,7 @@ STAGES = ("sft", "reward", "dpo", "ppo")
 NEUTRAL = (
     "run.dir", "run.resume", "run.overwrite", "launch", "track", "checkpoint", "export", "eval.at_start", "eval.every_steps",
     "eval.every_epochs", "eval.every_seconds", "data.cache", "data.workers", "extends", "train.shard", "train.offload", "ppo.alarms",
-    "ppo.on_alarm",
+    "ppo.on_alarm", "ppo.journal",
 )  # fmt: skip
 # Sections that a stage does not read: a changed PPO setting is no other configuration for a finished SFT.
 UNREAD = {
@@ -83,6 +91,10 @@ class RunFolder:
     @property
     def alarms_path(self) -> Path:
         return self.folder / "alarms.jsonl"
+
+    @property
+    def journal_path(self) -> Path:
+        return self.folder / "journal.jsonl"
 
     @property
     def summary_path(self) -> Path:

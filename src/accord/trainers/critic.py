@@ -42,12 +42,21 @@ log = logging.getLogger(__name__)
 class Critic(TrainedModel):
     """V(x, y_<t) from weights of its own, on the policy's tokens. The variants below keep its interface."""
 
+    may_be_sharded = True  # False: processes read it different numbers of times
     shares_trunk = False  # True: read it `beside_policy`, so that one forward and one backward serve both
 
     def __init__(
         self, loaded: LoadedModel, config: Config, total_steps: int, parameters: dict[str, nn.Parameter] | None = None
     ) -> None:
-        super().__init__(loaded, config.train, total_steps=total_steps, lr=config.critic.lr, ema=False, parameters=parameters)
+        super().__init__(
+            loaded,
+            config.train,
+            total_steps=total_steps,
+            lr=config.critic.lr,
+            ema=False,
+            parameters=parameters,
+            shard=self.may_be_sharded,
+        )
         self.config = config
 
     def see(self, samples: Sequence[Sample]) -> None:
@@ -85,6 +94,8 @@ class TextCritic(Critic):
 
     Sequences longer than its context lose the oldest tokens of their prompt.
     """
+
+    may_be_sharded = False
 
     def __init__(self, loaded: LoadedModel, config: Config, total_steps: int, policy_tokenizer: Any) -> None:
         super().__init__(loaded, config, total_steps)

@@ -36,6 +36,7 @@ from accord.trainers.critic import TextCritic, make_critic
 from accord.trainers.loop import run_loop
 from accord.trainers.ppo_answers import Answers, Asked
 from accord.trainers.ppo_best import BestUpdater
+from accord.trainers.ppo_buffer import ReplayBuffer
 from accord.trainers.ppo_experience import (
     Averages,
     Experience,
@@ -47,6 +48,7 @@ from accord.trainers.ppo_experience import (
     score_metrics,
     spread,
 )
+from accord.trainers.ppo_journal import JOURNAL, Journal, Kind, Scored, identity_of, record_of, scored_of
 from accord.trainers.ppo_judge import HeldOutJudge
 from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters
 from accord.trainers.ppo_rewards import reward_sources
@@ -110,20 +112,30 @@ class PPOTrainer:
         kl = settings.kl
         self.kl_controller = AdaptiveKL(kl.coef, kl.target, kl.horizon) if kl.controller == "adaptive" else FixedKL(kl.coef)
         self.moments = RunningMoments()
+        self.buffer = ReplayBuffer(settings.replay_buffer)
         self.experiences = 0  # made so far: a step is one of them
+        self.journal: Journal | None = None  # what was sampled and scored; `train` keeps that of its run
         self.samples: list[dict[str, Any]] = []
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        return run_loop(self, run)
+        folder = Path(self.config.run.dir) if run is None else run.folder
+        self.journal = Journal(folder / JOURNAL, folder / "checkpoints" if self.settings.journal == "recent" else None)
+        try:
+            return run_loop(self, run)
+        finally:
+            self.journal = None
 
     # -- one iteration -----------------------------------------------------------------------------------------------
 
     def step(self, step: int) -> dict[str, float]:
         """One PPO iteration: sample, score, estimate advantages, improve actor and critic (ALGORITHMS §4)."""
         self.experiences = step - 1
-        prompts = [self.examples.train[i] for i in self.order.batch(step)]
-        return self._improve(self.make_experience(prompts, once=True))
+        return self.improve(self.make_experience(self.prompts(step), once=True))
+
+    def prompts(self, step: int) -> list[Example]:
+        """Those of the experience that is step `step`."""
+        return [self.examples.train[i] for i in self.order.batch(step)]
 
     def learn(
         self, queries: Sequence[Asked | Tensor], responses: Sequence[Sequence[int] | Tensor], scores: Sequence[float]
@@ -138,9 +150,10 @@ class PPOTrainer:
         if len(scores) != len(rollouts) or not all(map(math.isfinite, scores)):
             raise DataError(f"{len(rollouts)} responses need as many finite scores, got {list(scores)}.")
         self.experiences += 1
-        return self._improve(self.weigh(rollouts, ScoreBoard([float(score) for score in scores]), once=True))
+        return self.improve(self.weigh(rollouts, ScoreBoard([float(score) for score in scores]), once=True))
 
-    def _improve(self, experience: Experience) -> dict[str, float]:
+    def improve(self, experience: Experience) -> dict[str, float]:
+        """The second half of an iteration: the update, and the metrics of the whole."""
         stats = self.update(experience)
         metrics = experience.metrics | stats | self.engine.times.close(len(experience))
         metrics["throughput/tokens_per_s"] = metrics["train/tokens"] / metrics["time/step"]
@@ -153,13 +166,28 @@ class PPOTrainer:
         that the very next thing is `update`, and that once: see `_read_whole`.
         """
         self.experiences += 1
-        times = self.engine.times
-        times.start()
-        samples, rounds = self.settings.samples_per_prompt, self.config.train.batch_size
-        rollouts = self.answers.sample(prompts, samples, self.experiences, at_once=rounds)
-        with times("score"):
-            board = combine(self.sources, rollouts.samples)
+        self.engine.times.start()
+        rollouts, board, _ = self.answer("train", self.experiences, prompts, self.settings.samples_per_prompt)
         return self.weigh(rollouts, board, once)
+
+    def answer(self, kind: Kind, number: int, prompts: Sequence[Asked], count: int) -> Scored:
+        """Answers to the prompts, scored: those that the journal has of this very step, else sampled, asked for and recorded there."""
+        request = self.answers.request(prompts, count, number if kind == "train" else 0)  # evaluations share their random numbers
+        journal, main = self.journal, self.policy.ranks.ask_main  # the main process reads and writes it, for all
+        identity: dict[str, str] = {}
+        if journal is not None:
+            rewards = [source.model_dump(mode="json") for source in self.settings.rewards]
+            identity = identity_of(request, self.params, [rewards, self.settings.judge], self.policy.parameters.values())
+            if (record := main(lambda: journal.recall(kind, number, identity))) is not None:
+                return scored_of(record, request, self.answers)
+        rollouts = self.answers.sample(request, at_once=self.config.train.batch_size * count if kind == "train" else None)
+        with self.engine.times("score"):
+            board = combine(self.sources, rollouts.samples)
+            judged = self.judge.scores(rollouts.samples) if kind == "eval" else None
+        scored = Scored(rollouts, board, judged)
+        if journal is not None:
+            main(lambda: journal.write(kind, number, record_of(identity, scored)))
+        return scored
 
     def weigh(self, rollouts: Rollouts, board: ScoreBoard, once: bool = False) -> Experience:
         """Scored answers with what PPO learns from: log-probabilities, values, rewards, advantages."""
@@ -207,13 +235,15 @@ class PPOTrainer:
         )  # fmt: skip
 
     def update(self, experience: Experience) -> dict[str, float]:
-        """`ppo_epochs` passes over the experience in `mini_batches` optimizer steps each; then β for the next one (see also BestUpdater).
+        """`ppo_epochs` passes over the experience (with `replay_buffer` those before it too) in `mini_batches` optimizer steps each; then β
+        for the next one (see also BestUpdater).
 
         Returns the means over everything that was computed: losses as `ppo.aggregation` counts, the rest by tokens.
         """
         if self.best is not None:
             return self.best.update(experience)
         settings, learns, updater = self.settings, self.acting(experience.number), self.updater
+        fresh, experience = experience, self.buffer.join(experience)
         if self.critic is not None:
             self.critic.see(experience.rollouts.samples)
         averages, began = Averages(), time.perf_counter()
@@ -224,7 +254,7 @@ class PPOTrainer:
         for epoch in range(settings.ppo_epochs):
             for responses in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
                 number += 1
-                batch = experience.whole or experience.rollouts.minibatch(responses, self.config.train.max_tokens)
+                batch = experience.whole or self._minibatch(experience.rollouts, responses)
                 experience.whole = None  # its graphs serve one backward pass
                 items = batch.tokens if settings.aggregation == "token" else batch.responses
                 losses, stats = updater.policy_gradient(experience, batch, coef, learns)
@@ -250,7 +280,10 @@ class PPOTrainer:
             if counts["ppo/stopped_early"]:
                 updater.discard()
                 break
-        self.kl_controller.update(experience.kl, episodes=len(experience))
+        if self.buffer.size:
+            counts["ppo/replayed"] = float(len(experience) - len(fresh))
+        self.buffer.add(fresh)
+        self.kl_controller.update(fresh.kl, episodes=len(fresh))
         seconds = time.perf_counter() - began
         self.engine.times.add("train", seconds)
         own_critic = None if self.critic is not None and self.critic.shares_trunk else self.critic
@@ -272,14 +305,15 @@ class PPOTrainer:
         """All responses, read with gradient by actor and critic: where an experience is one optimizer step, the forward that says what
         the sampling policy thought is the forward of the update too, and the ratio is exactly 1.
 
-        None where there are more steps, where the policy does not learn yet, or where the responses are more than one pack: the graphs
-        must stay until the advantages are known, and those of one pack are what `train.max_tokens` allows.
+        None where there are more steps or processes, where earlier experiences are learned from too, where the policy does not learn yet, or
+        where the responses are more than one pack: the graphs must stay until the advantages are known, and those of one pack are what
+        `train.max_tokens` allows.
         """
-        settings = self.settings
-        steps = settings.ppo_epochs * settings.mini_batches
-        if steps > 1 or settings.objective != "clip" or not self.acting(self.experiences):
+        settings, alone = self.settings, self.policy.ranks.world == 1
+        once = settings.ppo_epochs * settings.mini_batches == 1 and not self.buffer.size
+        if not (once and alone and settings.objective == "clip" and self.acting(self.experiences)):
             return None
-        batch = rollouts.minibatch(range(len(rollouts)), self.config.train.max_tokens)
+        batch = self._minibatch(rollouts, range(len(rollouts)))
         if len(batch.packs) > 1:
             return None
         ((pack, _),) = batch.packs
@@ -288,6 +322,9 @@ class PPOTrainer:
             tokens = policy.at(pack.targets.to(self.policy.device), entropy=True)
             values = None if self.critic is None else self.critic.values(pack)
         return replace(batch, forward=Forward(policy, tokens, values))
+
+    def _minibatch(self, rollouts: Rollouts, responses: Sequence[int]) -> MiniBatch:
+        return rollouts.minibatch(responses, self.config.train.max_tokens, self.policy.ranks.world)
 
     def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False, forward: Forward | None = None) -> Tensor:
         """[5, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
@@ -309,7 +346,7 @@ class PPOTrainer:
                 values = torch.zeros_like(ref) if critic is None else critic.values(pack)
                 return torch.stack([now.logprobs, ref, now.entropy, kl, values])
 
-        return rollouts.read(self.config.train.max_tokens, read)
+        return rollouts.read(self.config.train.max_tokens, read, self.policy)
 
     def _read_critic(self, rollouts: Rollouts, forward: Forward | None = None) -> Tensor | None:
         """[N] values of the states before each token; None without a critic. `forward`: the critic has read them already."""
@@ -320,7 +357,7 @@ class PPOTrainer:
             assert values is not None
             return rollouts.read(self.config.train.max_tokens, lambda pack: values.detach())
         with self.critic.evaluating():
-            return rollouts.read(self.config.train.max_tokens, self.critic.values)
+            return rollouts.read(self.config.train.max_tokens, self.critic.values, self.critic)
 
     def shaped(self, scores: Sequence[float], samples: Sequence[Sample]) -> list[float]:
         """Raw scores → what is given as reward: normalised by the running moments, clipped, minus the penalty for no end."""
@@ -340,12 +377,10 @@ class PPOTrainer:
         same = self.engine.generator.dtype in (None, torch.float32) and self.config.train.precision == "float32"
         if largest > LOGPROB_TOLERANCE["float32" if same else "bf16"]:
             log.warning("Sampler and trainer differ by up to %.3g in a token's log-probability (mean %.3g).", largest, mean)
-        flops, seconds = 2 * count_parameters(self.policy) * len(old), max(self.engine.times.seconds["generate"], 1e-9)
-        return {
-            "ppo/sampler_logp_diff_mean": mean,
-            "ppo/sampler_logp_diff_max": largest,
-            "throughput/generate_tflops": flops / seconds / 1e12,
-        }
+        metrics = {"ppo/sampler_logp_diff_mean": mean, "ppo/sampler_logp_diff_max": largest}
+        if seconds := self.engine.times.seconds["generate"]:  # none where the answers came from the journal
+            metrics["throughput/generate_tflops"] = 2 * count_parameters(self.policy) * len(old) / seconds / 1e12
+        return metrics
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -355,12 +390,11 @@ class PPOTrainer:
         if not len(prompts):
             return {}
         began = time.perf_counter()
-        rollouts = self.answers.sample(prompts, 1, 0)
-        board = combine(self.sources, rollouts.samples)
+        rollouts, board, judged = self.answer("eval", step, prompts, 1)
         logprobs, ref, entropy, *_ = self._read_policy(rollouts)
         k1 = rollouts.sum_by_response(logprobs - ref)
         self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
-        return score_metrics(board) | self.judge.metrics(rollouts.samples, self.samples) | rollouts.metrics() | {
+        return score_metrics(board) | self.judge.metrics(judged, self.samples) | rollouts.metrics() | {
             "ppo/kl": float(k1.mean()),
             "ppo/kl_per_token": float((logprobs - ref).double().mean()),
             "ppo/entropy": float(entropy.double().mean()),
@@ -377,19 +411,23 @@ class PPOTrainer:
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, model in models.items():
             tensors |= prefixed(name, model.state_tensors())
+        if self.buffer.kept:
+            tensors["replay_buffer"] = self.buffer.tensors()
         return tensors, {name: model.state() for name, model in models.items()} | {
             "kl_controller": self.kl_controller.state(),
             "moments": self.moments.state(),
             "experiences": self.experiences,
+            "replay_buffer": self.buffer.state(),
         }
 
-    def load_state(self, tensors: dict[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
         self.policy.load_state(unprefixed("policy", tensors), state["policy"])
         if self.critic is not None:
             self.critic.load_state(unprefixed("critic", tensors), state["critic"])
         self.kl_controller.load_state(state["kl_controller"])
         self.moments.load_state(state["moments"])
         self.experiences = state["experiences"]
+        self.buffer.load_state(tensors.get("replay_buffer", {}), state.get("replay_buffer", []))
 
     def save(self, folder: Path) -> None:
         save_trained(self.policy, folder, self.config, self.stage, self.encoder.stop_token_ids)
@@ -399,7 +437,8 @@ class PPOTrainer:
         export_trained(self.policy, run, self.config, self.stage, self.encoder.stop_token_ids)
         if self.critic is None:
             return
-        self.critic.save(run / "critic", self.encoder.stop_token_ids)
+        critic, stops = self.critic, self.encoder.stop_token_ids
+        critic.write(lambda: critic.save(run / "critic", stops))
 
     def __enter__(self) -> PPOTrainer:
         return self

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from accord.algorithms.losses import sft_loss
 from accord.algorithms.preference_losses import scheduled_beta
-from accord.data.packing import Pack, pack_trees
+from accord.data.packing import Pack
 from accord.data.trees import branching
 from accord.trainers.ppo_experience import Averages, Experience, Rollouts
 from accord.trainers.preference_loss import Answers, pair_loss
@@ -79,28 +80,31 @@ class BestUpdater:
         samples, dpo = experience.rollouts.samples, self.config.dpo
         beta = scheduled_beta(experience.number, self.total_steps, dpo.beta, dpo.beta_end, dpo.beta_schedule)
         trees = [branching(samples[best].prompt_ids, [samples[i].response_ids for i in (best, worst)]) for best, worst in pairs]
-        packs = pack_trees(trees, self.config.train.max_tokens)
+        packs = self.policy.pack(trees)
         reference = experience.rollouts.sum_by_response(experience.ref_logprobs)
-        sums = Averages()
-        for pack in packs:
+
+        def compare(pack: Pack) -> tuple[Tensor, dict[str, float]]:
             out = self.policy.token_logprobs(pack, temperature=self.config.generate.temperature)
             numbers = [number for i in pack.tree_index for number in pairs[i]]
             logps = pack.sum_by_sequence(out.logprobs)
             answers = Answers(logps, reference[numbers].to(logps.device), pack.target_counts.to(logps.device))
             loss, stats = pair_loss(dpo, answers, beta, len(pairs))
-            self.policy.backward(loss)
             share = {"ppo/policy_loss": stats.losses, "ppo/pair_margin": stats.margins, "ppo/pair_accuracy": stats.accuracies}
-            sums.add({name: float(values.sum()) / len(pairs) for name, values in share.items()}, 1)
+            return loss, {name: float(values.sum()) / len(pairs) for name, values in share.items()}
+
+        sums = Averages()
+        for _, reported in self.policy.learn(packs, compare):
+            sums.add(reported, 1)
         return packs, sums.sums
 
     def _imitate(self, experience: Experience, pairs: Sequence[Pair]) -> tuple[list[Pack], dict[str, float]]:
         samples = experience.rollouts.samples
         trees = [branching(samples[best].prompt_ids, [samples[best].response_ids]) for best, _ in pairs]
-        packs = pack_trees(trees, self.config.train.max_tokens)
-        tokens, total = sum(pack.num_targets for pack in packs), 0.0
-        for pack in packs:
+        packs = self.policy.pack(trees)
+        tokens = sum(pack.num_targets for pack in packs)
+
+        def imitate(pack: Pack) -> tuple[Tensor, None]:
             logprobs = self.policy.token_logprobs(pack, temperature=self.config.generate.temperature).logprobs
-            loss = sft_loss(logprobs, torch.full_like(logprobs, 1 / tokens))
-            self.policy.backward(loss)
-            total += float(loss.detach())
-        return packs, {"ppo/policy_loss": total}
+            return sft_loss(logprobs, torch.full_like(logprobs, 1 / tokens)), None
+
+        return packs, {"ppo/policy_loss": sum(loss for loss, _ in self.policy.learn(packs, imitate))}

@@ -22,6 +22,7 @@ from accord.rewards.grouping import prompt_trees
 
 if TYPE_CHECKING:
     from accord.config import PPO
+    from accord.engine.trained import TrainedModel
 
 
 @dataclass
@@ -60,25 +61,33 @@ class Rollouts:
         """[N] how many tokens the response of each token has."""
         return torch.from_numpy(np.repeat(self.lengths, self.lengths))
 
-    def minibatch(self, numbers: Sequence[int], max_tokens: int) -> MiniBatch:
+    def minibatch(self, numbers: Sequence[int], max_tokens: int, multiple: int = 1) -> MiniBatch:
         """The responses of one optimizer step."""
-        packs = list(self.packs(numbers, max_tokens))
+        packs = list(self.packs(numbers, max_tokens, multiple))
         return MiniBatch(packs, sum(len(rows) for _, rows in packs), len(numbers))
 
-    def packs(self, numbers: Sequence[int], max_tokens: int) -> Iterator[tuple[Pack, Tensor]]:
-        """The responses `numbers` in packs, each with the rows of N that its targets are, in their order."""
+    def packs(self, numbers: Sequence[int], max_tokens: int, multiple: int = 1) -> Iterator[tuple[Pack, Tensor]]:
+        """The responses `numbers` in packs, each with the rows of N that its targets are, in their order. `multiple`: as in `pack_trees`."""
         prompts = [self.samples[i].prompt_ids for i in numbers]
         trees, members = prompt_trees(prompts, [self.samples[i].response_ids for i in numbers], max_tokens)
-        for pack in pack_trees(trees, max_tokens):
+        for pack in pack_trees(trees, max_tokens, multiple):
             inside = [numbers[member] for tree in pack.tree_index for member in members[tree]]
             rows = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in inside])
             yield pack, torch.from_numpy(rows)
 
-    def read(self, max_tokens: int, compute: Callable[[Pack], Tensor]) -> Tensor:
-        """[N] what `compute` gives for the targets of each pack, put in the order of the responses; several rows [k, N] likewise."""
+    def read(self, max_tokens: int, compute: Callable[[Pack], Tensor], model: TrainedModel | None = None) -> Tensor:
+        """[N] what `compute` gives for the targets of each pack, put in the order of the responses; several rows [k, N] likewise.
+
+        `model` is what it reads with: in a group, each process reads its share of the packs.
+        """
         result = torch.zeros(0)
-        for pack, rows in self.packs(range(len(self)), max_tokens):
-            part = compute(pack).float().cpu()
+        packs = list(self.packs(range(len(self)), max_tokens, 1 if model is None else model.ranks.world))
+
+        def part_of(item: tuple[Pack, Tensor]) -> Tensor:
+            return compute(item[0]).float().cpu()
+
+        parts = map(part_of, packs) if model is None else model.each(packs, part_of)
+        for (_, rows), part in zip(packs, parts, strict=True):
             if not len(result):
                 result = torch.zeros(*part.shape[:-1], int(self.offsets[-1]))
             result[..., rows] = part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accord.config import (
@@ -19,6 +20,8 @@ from accord.config import (
     RewardSource,
 )
 from accord.data.template import ConversationEncoder
+from accord.engine.ranks import join
+from accord.engine.trained import frozen_model, shards
 from accord.errors import ConfigError
 from accord.models.forward import FrozenModel
 from accord.models.heads import context_length
@@ -155,7 +158,7 @@ def _reward_model(config: Config, policy: LoadedModel) -> dict[str, Any]:
     else:
         plain = config.model.model_copy(update={"chat_template": None, "lora": None})  # it keeps the template it was trained with
         loaded = load_scalar(settings.path, plain, seed=config.run.seed, trainable=False, dtype=settings.dtype)
-        scorer, tokenizer = FrozenModel(loaded.module, precision=config.train.precision), loaded.tokenizer
+        scorer, tokenizer = frozen_model(loaded.module, config.train), loaded.tokenizer
     encoder = None
     if not model.same_tokens(tokenizer, policy.tokenizer):
         log.warning("The reward model has another tokenizer or chat template: answers are handed over as text.")
@@ -165,4 +168,6 @@ def _reward_model(config: Config, policy: LoadedModel) -> dict[str, Any]:
         raise ConfigError(
             f"reward_model.max_length={settings.max_length:,} is beyond the model's context of {min(limits):,} tokens."
         )
-    return {"model": scorer, "encoder": encoder, "max_length": min(limits, default=None)}
+    ranks = join()
+    each = partial(ranks.each, lockstep=shards(config.train, ranks))
+    return {"model": scorer, "encoder": encoder, "max_length": min(limits, default=None), "each": each}

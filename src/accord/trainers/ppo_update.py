@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from accord.algorithms.kl import kl_estimate
 from accord.algorithms.losses import ppo_policy_loss, ppo_value_loss, sft_loss, token_weights
-from accord.data.packing import Pack, pack_trees
+from accord.data.packing import Pack
 from accord.engine.trained import TrainedModel, count_targets
 from accord.models.distribution import full_kl
 from accord.trainers.ppo_experience import Averages, Experience, MiniBatch
@@ -59,10 +59,11 @@ class Updater:
         """
         settings, device = self.settings, self.policy.device
         temperature = self.config.generate.temperature
-        losses, reported = Averages(), Averages()
         owner, lengths = experience.rollouts.owner, experience.rollouts.lengths_by_token
         trunk = self.critic if self.critic is not None and self.critic.shares_trunk else None  # learns in the same backward
-        for pack, rows in batch.packs:
+
+        def improve(item: tuple[Pack, Tensor]) -> tuple[Tensor, Reported]:
+            pack, rows = item
             weights, shares = self.weights(batch, rows, lengths)
             if experience.importance is not None:
                 weights = weights * experience.importance[rows]
@@ -96,28 +97,31 @@ class Updater:
                     if settings.entropy_coef > 0:
                         assert out.entropy is not None
                         objective = objective - settings.entropy_coef * (weights * out.entropy).sum()
+                reported = {f"ppo/{name}": float(value) for name, value in stats._asdict().items()}
                 if trunk is not None:  # on the hidden states of the policy's forward; in the warm-up they have no gradient
                     parts["ppo/value_loss"], clipped = self._value_loss(trunk, experience, batch, pack, rows)
-                    reported.add({"ppo/value_clip_fraction": float(clipped)}, 1)
+                    reported["ppo/value_clip_fraction"] = float(clipped)
                     objective = objective + settings.value_coef * parts["ppo/value_loss"]
-            if learns:
-                self._backward(self.policy, objective)
-            elif trunk is not None:
-                self._backward(trunk, objective)
-            losses.add({name: float(part.detach()) for name, part in parts.items()}, 1)
-            reported.add({f"ppo/{name}": float(value) for name, value in stats._asdict().items()}, 1)
-        return losses.sums, reported.sums
+            return objective, ({name: float(part.detach()) for name, part in parts.items()}, reported)
+
+        learner = self.policy if learns else trunk
+        if learner is not None:
+            return self._learn(learner, batch.packs, improve)
+        return _added_up(self.policy.each(batch.packs, lambda item: improve(item)[1]))
 
     def value_gradient(self, experience: Experience, batch: MiniBatch) -> Reported:
         """Backward pass of the critic's loss over one mini-batch."""
-        assert self.critic is not None
-        losses, reported = Averages(), Averages()
-        for pack, rows in batch.packs:
-            loss, clipped = self._value_loss(self.critic, experience, batch, pack, rows)
-            self._backward(self.critic, self.settings.value_coef * loss)
-            losses.add({"ppo/value_loss": float(loss.detach())}, 1)
-            reported.add({"ppo/value_clip_fraction": float(clipped)}, 1)
-        return losses.sums, reported.sums
+        critic = self.critic
+        assert critic is not None
+
+        def improve(item: tuple[Pack, Tensor]) -> tuple[Tensor, Reported]:
+            loss, clipped = self._value_loss(critic, experience, batch, *item)
+            return self.settings.value_coef * loss, (
+                {"ppo/value_loss": float(loss.detach())},
+                {"ppo/value_clip_fraction": float(clipped)},
+            )
+
+        return self._learn(critic, batch.packs, improve)
 
     def _value_loss(
         self, critic: Critic, experience: Experience, batch: MiniBatch, pack: Pack, rows: Tensor
@@ -135,23 +139,23 @@ class Updater:
         """The pre-training mix (InstructGPT, eq. 2): the SFT loss on other data, in the same optimizer step `number`."""
         assert self.ptx is not None
         examples, order = self.ptx
-        packs = pack_trees([examples[i].tree for i in order.batch(number)], self.config.train.max_tokens)
-        tokens, total = count_targets(packs), 0.0
-        for pack in packs:
-            if not pack.num_targets:
-                continue
+        packs = self.policy.pack([examples[i].tree for i in order.batch(number)])
+        tokens = count_targets(packs)
+
+        def imitate(pack: Pack) -> tuple[Tensor, Reported]:
             logprobs = self.policy.token_logprobs(pack).logprobs
             loss = sft_loss(logprobs, torch.full_like(logprobs, 1 / tokens))
-            self._backward(self.policy, self.settings.ptx_coef * loss)
-            total += float(loss.detach())
-        return total
+            return self.settings.ptx_coef * loss, ({"ppo/ptx_loss": float(loss.detach())}, {})
+
+        losses, _ = self._learn(self.policy, [pack for pack in packs if pack.num_targets], imitate)
+        return losses.get("ppo/ptx_loss", 0.0)
 
     def step(self, learns: bool = True) -> dict[str, float]:
         """Both optimizers step, or neither: what is not finite in one spoils the step of both (ALGORITHMS §0.7). {}: neither did."""
         models = [model for model, moves in ((self.policy, learns), (self.critic, True)) if moves and model is not None]
         if self._spoilt or not all(map(finite_gradients, models)):
             for model in models:
-                model.backward(torch.tensor(math.nan))
+                model.spoil()
         self._spoilt = False
         policy = self.engine.step() if learns else None
         critic = self.critic.step() if self.critic is not None else None
@@ -167,11 +171,21 @@ class Updater:
             self.critic.discard_gradients()
         self._spoilt = False
 
-    def _backward(self, model: TrainedModel, loss: Tensor) -> None:
-        self._spoilt |= not math.isfinite(float(loss.detach()))
-        model.backward(loss)
+    def _learn(self, model: TrainedModel, items: Sequence[Any], improve: Callable[[Any], tuple[Tensor, Reported]]) -> Reported:
+        """The gradients of a pass over the packs, and what was reported of them, added up."""
+        found = model.learn(items, improve)
+        self._spoilt |= not all(math.isfinite(loss) for loss, _ in found)
+        return _added_up([reported for _, reported in found])
+
+
+def _added_up(reports: Sequence[Reported]) -> Reported:
+    losses, shares = Averages(), Averages()
+    for of_losses, of_shares in reports:
+        losses.add(of_losses, 1)
+        shares.add(of_shares, 1)
+    return losses.sums, shares.sums
 
 
 def finite_gradients(model: TrainedModel) -> bool:
-    gradients = [p.grad for p in model.parameters.values() if p.grad is not None]
-    return not gradients or bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
+    norm = model.gradient_norm()
+    return norm is None or math.isfinite(norm)

@@ -119,7 +119,8 @@ class DPOTrainer:
         zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
         if self.settings.loss_type != "kto":
             return zero
-        assert (frozen := self.reference) is not None
+        frozen = self.reference
+        assert frozen is not None
         trees = mismatched([examples[i].tree for i in numbers], self.config.data.max_length, self.config.train.max_tokens)
 
         def both(pack: Pack) -> tuple[Tensor, Tensor]:
