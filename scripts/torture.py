@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import shutil
@@ -44,6 +45,7 @@ MODELS = ("model", "ema", "critic", "best", "exports")
 TIMES = ("wall_s", "time/", "memory/", "throughput/", "train/tokens_per_s", "peak_memory_gib")
 MOMENTS = ("anywhere", "training", "training", "writing", "saving", "saving")
 LIFE = 900  # seconds after which a process that should have ended hangs
+OTHERS = 60  # … and those whose partner is gone
 _fork = multiprocessing.get_context("fork")
 
 
@@ -123,14 +125,22 @@ def _live(arguments: list[str], rank: int, processes: int, port: int, log: Path,
 
 
 def wait(life: list[Any], log: Path) -> list[int]:
-    """The exit codes of all. Raises RuntimeError where one hangs."""
+    """The exit codes of all. Where one has failed the others have a minute, as whoever starts a group gives them. Raises RuntimeError
+    where all hang."""
     end = time.monotonic() + LIFE
-    for process in life:
-        process.join(max(0.1, end - time.monotonic()))
-    if any(process.exitcode is None for process in life):
-        for process in life:
-            process.kill()
-        raise RuntimeError(f"a process hangs:\n{log.read_text()[-2000:]}")
+    while any(process.exitcode is None for process in life):
+        multiprocessing.connection.wait(
+            [process.sentinel for process in life if process.exitcode is None], end - time.monotonic()
+        )
+        failed = any(process.exitcode for process in life)
+        if failed:
+            end = min(end, time.monotonic() + OTHERS)
+        if time.monotonic() >= end:
+            for process in life:
+                process.kill()
+                process.join()
+            if not failed:
+                raise RuntimeError(f"it hangs:\n{log.read_text()[-2000:]}")
     return [process.exitcode for process in life]
 
 
@@ -217,6 +227,7 @@ def left_by(run: Path) -> dict[str, Any]:
         "metrics.jsonl": [_timeless(row) for row in metrics],
         "metrics.jsonl, steps that stand there more than once": [step for step, count in once.items() if count > 1],
         "samples.jsonl": _rows(run / "samples.jsonl"),
+        "journal.jsonl": _rows(run / "journal.jsonl"),
         "summary.json": _timeless(json.loads((run / "summary.json").read_text())),
     }
 
