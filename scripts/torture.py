@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import shutil
@@ -27,6 +28,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 import accord.pipeline  # here, once: every life is a fork of this process and has its libraries already
 import accord.trainers.ppo
 import accord.trainers.preference
@@ -34,20 +38,19 @@ import accord.trainers.reward
 import accord.trainers.sft  # noqa: F401
 from accord import cli
 from accord.demo import base_path
+from accord.engine.generate.native import kernels
 
 STAGES = ("sft", "reward", "dpo", "ppo")
 MODELS = ("model", "ema", "critic", "best", "exports")
 TIMES = ("wall_s", "time/", "memory/", "throughput/", "train/tokens_per_s", "peak_memory_gib")
 MOMENTS = ("anywhere", "training", "training", "writing", "saving", "saving")
 LIFE = 900  # seconds after which a process that should have ended hangs
+OTHERS = 60  # … and those whose partner is gone
 _fork = multiprocessing.get_context("fork")
 
 
 def tiny_model(folder: Path) -> Path:
     """A random model of two small layers with the demo's tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     shutil.copytree(base_path(), folder)
     sizes = {
         "hidden_size": 32,
@@ -84,7 +87,8 @@ def command(stage: str, model: Path, run: Path, steps: int) -> list[str]:
             "generate.max_new_tokens": 24,
             "critic": {"lr": 1e-3, "warmup_steps": 1},
             "ppo": {
-                "samples_per_prompt": 2, "mini_batches": 2, "normalize_score": True, "ptx_coef": 0.5, "ptx_data": "demo:sft",
+                "samples_per_prompt": 2, "mini_batches": 2, "normalize_score": True, "ptx_coef": 0.5,
+                "ptx_data": [{"path": "demo:sft", "max_rows": 40}],
                 "kl": {"controller": "adaptive", "horizon": 50}, "rewards": [{"type": "function", "path": "accord.demo.judge:score"}],
             },
         }  # fmt: skip
@@ -121,14 +125,22 @@ def _live(arguments: list[str], rank: int, processes: int, port: int, log: Path,
 
 
 def wait(life: list[Any], log: Path) -> list[int]:
-    """The exit codes of all. Raises RuntimeError where one hangs."""
+    """The exit codes of all. Where one has failed the others have a minute, as whoever starts a group gives them. Raises RuntimeError
+    where all hang."""
     end = time.monotonic() + LIFE
-    for process in life:
-        process.join(max(0.1, end - time.monotonic()))
-    if any(process.exitcode is None for process in life):
-        for process in life:
-            process.kill()
-        raise RuntimeError(f"a process hangs:\n{log.read_text()[-2000:]}")
+    while any(process.exitcode is None for process in life):
+        multiprocessing.connection.wait(
+            [process.sentinel for process in life if process.exitcode is None], end - time.monotonic()
+        )
+        failed = any(process.exitcode for process in life)
+        if failed:
+            end = min(end, time.monotonic() + OTHERS)
+        if time.monotonic() >= end:
+            for process in life:
+                process.kill()
+                process.join()
+            if not failed:
+                raise RuntimeError(f"it hangs:\n{log.read_text()[-2000:]}")
     return [process.exitcode for process in life]
 
 
@@ -164,6 +176,7 @@ def torture(
     """Kill runs of `stage` at least `kills` times and compare each that came through. Raises RuntimeError where something differs."""
     rng, began = random.Random(f"{seed} {stage}"), time.monotonic()
     model, log = tiny_model(folder / "start"), folder / "log.txt"
+    kernels(torch.float32, torch.device("cpu"), 16, 1)  # compiled once, not in every cache anew
     os.environ["ACCORD_CACHE"] = str(folder / "cache")
     whole = folder / "whole"
     start_of_whole = time.monotonic()
@@ -214,6 +227,7 @@ def left_by(run: Path) -> dict[str, Any]:
         "metrics.jsonl": [_timeless(row) for row in metrics],
         "metrics.jsonl, steps that stand there more than once": [step for step, count in once.items() if count > 1],
         "samples.jsonl": _rows(run / "samples.jsonl"),
+        "journal.jsonl": _rows(run / "journal.jsonl"),
         "summary.json": _timeless(json.loads((run / "summary.json").read_text())),
     }
 

@@ -68,8 +68,11 @@ class Checkpoints:
 
     def __init__(self, root: Path, run: Mapping[str, Any], *, keep_last: int, asynchronous: bool = False) -> None:
         self.root, self.run, self.keep_last = Path(root), dict(run), keep_last
-        # Of our own: in the background it must not come between the collectives of training, and it moves objects, which NCCL can't.
-        self.ranks = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
+        self.ranks = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if asynchronous and self.ranks is not None:
+            # What is written in the background must not come between the exchanges of training.
+            dist.barrier()  # a process that is gone is noticed here; making a group would wait for it
+            self.ranks = dist.new_group(backend="gloo")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._saving: Future[Path] | None = None
         self._unusable: tuple[int, ...] = ()
