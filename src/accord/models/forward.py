@@ -130,7 +130,7 @@ class FrozenModel(PackedModel):
         module.requires_grad_(False).eval()
         super().__init__(module, precision=precision)
         if self.compute_dtype is not None:
-            _round_linears(self.inner, self.compute_dtype)
+            round_linears(self.inner, self.compute_dtype)
 
     @torch.no_grad()
     def hidden(self, pack: Pack, embedding_noise: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +145,7 @@ class FrozenModel(PackedModel):
         return super().distribution(pack, temperature)
 
 
-def _round_linears(module: Any, dtype: torch.dtype) -> None:
+def round_linears(module: Any, dtype: torch.dtype) -> None:
     """Keep the weights of frozen linear layers in `dtype`: autocast would round them to it in every forward, so no number changes.
 
     Not the heads: a score is computed in float32, and the output embedding may be the input embedding too.
