@@ -92,7 +92,7 @@ def test_the_parts_of_all_ranks_are_the_whole(ranks):
 
 @pytest.mark.parametrize(
     ("trees", "tokens", "budget", "multiple"),
-    [(5, 7, 20, 1), (16, 7, 20, 4), (3, 7, 20, 8), (600, 10, 40, 8), (700, 10, 40, 600)],
+    [(5, 7, 20, 1), (16, 7, 20, 4), (3, 7, 20, 8), (600, 10, 40, 8), (700, 10, 40, 600), (1100, 10, 40, 400), (520, 10, 40, 200)],
 )
 def test_packs_are_counted_as_they_are_made(trees, tokens, budget, multiple):
     made = pack_trees([single([1] * tokens, [True] * tokens) for _ in range(trees)], budget, multiple)

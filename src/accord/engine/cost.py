@@ -252,12 +252,9 @@ class _Step(NamedTuple):
 
 def _packs(trees: int, tokens: int, budget: int, multiple: int) -> int:
     """As `pack_trees` makes them of trees that have `tokens` each."""
-    packs = 0
-    for start in range(0, trees, PACKED_AT_ONCE):
-        run = min(PACKED_AT_ONCE, trees - start)
-        bins = ceil(run / max(1, budget // tokens))
-        packs += min(ceil(bins / multiple) * multiple, run)
-    return packs
+    fitting = max(1, budget // tokens)
+    runs = [min(PACKED_AT_ONCE, trees - start) for start in range(0, trees, PACKED_AT_ONCE)]
+    return min(ceil(sum(ceil(run / fitting) for run in runs) / multiple) * multiple, trees)
 
 
 # ------------------------------------------------------------------------------------------------------------------------- memory
