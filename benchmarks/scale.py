@@ -7,18 +7,25 @@ python benchmarks/scale.py --memory 7B ppo 8      where the memory of one of the
 from __future__ import annotations
 
 import argparse
+import time
+from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import AutoConfig
 
 from accord.config import Config
+from accord.data.packing import pack_trees
+from accord.data.trees import single
+from accord.engine import ranks as ranks_module
 from accord.engine.cost import Cost, Lengths, Models, cost, models_of
+from accord.engine.generate import Rollout
 
 GIB, GB = 2**30, 1e9
 RANKS = (1, 8, 64, 1000)
 STAGES = ("sft", "reward", "dpo", "ppo")
 LENGTHS = Lengths(prompt=512, answer=512)
-PER_RANK = {"sft": 8, "reward": 5, "dpo": 5, "ppo": 8}  # examples: what fits a pack of 8,192 tokens
+PER_RANK = {"sft": 8, "reward": 4, "dpo": 4, "ppo": 8}  # examples, so that each rank has one pack of at most 8,192 tokens
 
 # Assumed, not measured: one H100 SXM and what connects eight of them to others.
 MEMORY = 80 * GB
@@ -53,7 +60,9 @@ def config_of(example: Example, stage: str, ranks: int) -> Config:
     ).for_stage(stage)
 
 
-def models_by_stage(example: Example) -> dict[str, Models]:
+@cache
+def models_by_stage(name: str) -> dict[str, Models]:
+    example = EXAMPLES[name]
     architecture = AutoConfig.for_model(example.family, **example.sizes)
     return {stage: models_of(config_of(example, stage, 1), architecture) for stage in STAGES}
 
@@ -72,7 +81,11 @@ def seconds(found: Cost, ranks: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", nargs=3, metavar=("MODEL", "STAGE", "RANKS"), help="where the memory goes, e.g. 7B ppo 8")
+    parser.add_argument("--control", action="store_true", help="processor time of what is not divided over processes, measured")
     arguments = parser.parse_args()
+    if arguments.control:
+        print_control()
+        return
     if arguments.memory:
         name, stage, ranks = arguments.memory
         print_memory(name, stage, [int(ranks)])
@@ -88,16 +101,12 @@ def print_table(name: str) -> None:
     print(f"\n**{NAMES[name]} {name}**\n")
     print("| | " + " | ".join(f"{ranks:,} GPU{'s' * (ranks > 1)}" for ranks in RANKS) + " |")
     print("| --- |" + " --- |" * len(RANKS))
-    for stage, models in models_by_stage(example).items():
+    for stage, models in models_by_stage(name).items():
         cells = [cell(cost_of(example, models, stage, ranks), ranks) for ranks in RANKS]
         print(f"| {stage} | " + " | ".join(cells) + " |")
-    models = models_by_stage(example)["ppo"]
-    found = [cost_of(example, models, "ppo", ranks) for ranks in RANKS]
-    print(
-        "| a PPO checkpoint, written | "
-        + " | ".join(f"{one.checkpoint * min(8, r) / DISK:.0f} s" for one, r in zip(found, RANKS, strict=True))
-        + " |"
-    )
+    models = models_by_stage(name)["ppo"]
+    written = [cost_of(example, models, "ppo", ranks).checkpoint * min(8, ranks) / DISK for ranks in RANKS]
+    print("| a PPO checkpoint | " + " | ".join(f"{number(value)} s" for value in written) + " |")
 
 
 def cell(found: Cost, ranks: int) -> str:
@@ -115,7 +124,7 @@ def number(value: float) -> str:
 
 def print_memory(name: str, stage: str, some: list[int]) -> None:
     example = EXAMPLES[name]
-    models = models_by_stage(example)[stage]
+    models = models_by_stage(name)[stage]
     found = [cost_of(example, models, stage, ranks) for ranks in some]
     print(f"\n**Where it goes: {stage}, {name}** (GiB a rank)\n")
     print("| | " + " | ".join(f"{ranks:,}" for ranks in some) + " |\n| --- |" + " --- |" * len(some))
@@ -128,6 +137,32 @@ def print_memory(name: str, stage: str, some: list[int]) -> None:
     for title, values in rows.items():
         if any(values):
             print(f"| {title} | " + " | ".join(f"{value / GIB:,.1f}" for value in values) + " |")
+
+
+def print_control() -> None:
+    """What every process does for the whole step, on one core: making the packs, and reading the answers of all (docs/scale.md)."""
+    draw = np.random.default_rng(0)
+    print("| | " + " | ".join(f"{ranks:,} ranks" for ranks in RANKS[1:]) + " |\n| --- |" + " --- |" * len(RANKS[1:]))
+    packing, reading = [], []
+    for ranks in RANKS[1:]:
+        lengths = draw.integers(200, 1849, 8 * ranks)
+        trees = [single(np.ones(n, dtype=np.int64), np.ones(n, dtype=bool)) for n in lengths]
+        began = time.process_time()
+        pack_trees(trees, 8192, ranks)
+        packing.append(time.process_time() - began)
+        answer = Rollout(draw.integers(0, 150_000, LENGTHS.answer).tolist(), draw.normal(size=LENGTHS.answer).tolist(), "stop")
+        message = ranks_module._encode({str(number): answer for number in range(8)})
+        began = time.process_time()
+        for _ in range(ranks):
+            decode(message, Rollout([], [], "stop"))
+        reading.append(time.process_time() - began)
+    for title, values in (("packs of 8 sequences a rank", packing), ("answers of 8 × 512 tokens a rank, read", reading)):
+        print(f"| {title} | " + " | ".join(f"{number(value)} s" for value in values) + " |")
+
+
+def decode(message: bytes, like: Any) -> dict[int, Any]:
+    header, tensors = ranks_module._decode(message)
+    return {int(key): ranks_module._like(like, shape, tensors) for key, shape in header.items()}
 
 
 if __name__ == "__main__":
