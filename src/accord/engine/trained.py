@@ -298,7 +298,7 @@ class TrainedModel(PackedModel):
 
     def _nonfinite_step(self, lr: float) -> StepInfo:
         own = [{"input_ids": pack.input_ids.tolist(), "segments": [list(s) for s in pack.segments]} for pack in self._packs]
-        batch = sum(self.ranks.collect({self.ranks.rank: own}, None, self.ranks.world), [])
+        batch = [pack for packs in self.ranks.collect({self.ranks.rank: own}, None, self.ranks.world) for pack in packs]
         self._clear()
         self.skipped += 1
         self._skipped_in_a_row += 1
