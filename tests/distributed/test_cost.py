@@ -10,6 +10,7 @@ from accord.engine.cost import Lengths, cost, models_of, weight_part
 from tests.distributed.quiet_network import quiet_answers
 from tests.trainers.runs import config
 
+pytestmark = pytest.mark.slow
 ROWS = 16
 CASES = [  # of SFT one pack a process, then several; DPO with its reference; whole copies; recomputed activations
     ("sft", {"train": {"max_tokens": 400}}),

@@ -202,6 +202,9 @@ def test_ppo_holds_four_models_dpo_two_and_lora_one(seven_billion):
     assert of("ppo", ppo={"advantage": "grpo", "samples_per_prompt": 4}).weights == 4 * numbers
     lora = of("dpo", model={"lora": {}})
     assert lora.frozen == 0
+    own, shared = (of("ppo", model={"lora": {"share_base": share}}) for share in (False, True))
+    assert own.weights - shared.weights == 4 * numbers - 4 * head  # a base
+    assert shared.frozen == 0 and own.frozen == 4 * numbers - 4 * head
     assert lora.moments < of("dpo").moments / 100
 
 

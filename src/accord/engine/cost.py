@@ -130,7 +130,10 @@ class Cost:
 
 
 def models_of(config: Config, architecture: Any, scalar: Any = None) -> Models:
-    """The models of the stage of `config`; `architecture` and `scalar` (critic, reward model; None: the same) are `transformers` configurations."""
+    """The models of the stage of `config`; `architecture` and `scalar` (critic, reward model; None: the same) are `transformers` configurations.
+
+    Under `model.lora.share_base: auto` a reward model or critic that is loaded counts as a model of its own, also where an adapter of it will be found.
+    """
     lora, stage = config.model.lora, config.stage
     dtypes = {name: getattr(torch, getattr(config, name).dtype) for name in ("model", "reference", "reward_model")}
     rounded = torch.bfloat16 if config.train.precision == "bf16" else None
@@ -143,11 +146,13 @@ def models_of(config: Config, architecture: Any, scalar: Any = None) -> Models:
     if asks and lora is None:
         reference = shape_of(architecture, trained=False, dtype=dtypes["reference"], rounded=rounded)
     if stage == "ppo":
-        if any(source.type == "model" for source in config.ppo.rewards):
+        shares = lora is not None and lora.share_base is True  # adapters beside the actor's: next to nothing of their own
+        if any(source.type == "model" for source in config.ppo.rewards) and not shares:
             reward = shape_of(scalar, scalar=True, trained=False, dtype=dtypes["reward_model"], rounded=rounded)
         if config.ppo.needs_critic and not config.critic.share_trunk:
             critic = shape_of(scalar, scalar=True, lora=lora, dtype=dtypes["model"])
-            if lora is not None and lora.share_base is not False:  # only its adapter and head are its own
+            new = config.critic.path in (None, config.model.path)
+            if shares or (lora is not None and lora.share_base == "auto" and new):
                 critic = replace(critic, blocks=tuple(map(_trained, critic.blocks)), root=_trained(critic.root))
     return Models(policy, critic, reference, reward)
 
@@ -277,7 +282,7 @@ def activations(shape: Shape, tokens: int, *, bf16: bool, gpu: bool, checkpointi
         MLP          gated: gate, its activation, up, their product (4f); else the input and result of the activation (2f)
 
     A GPU is given keys and values for every query head (models/packed.py), a CPU computes attention in float32. With checkpointing a block keeps
-    only its input, and one block at a time is computed again. Masks between segments and padding of short ones come on top.
+    only its input, and one block at a time is computed again. Masks between segments, padding of short ones, and what adapters keep come on top.
     """
     d, q, k, f = shape.hidden, shape.queries, shape.keys, shape.intermediate
     narrow = 2 if bf16 else FLOAT
