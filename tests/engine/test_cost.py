@@ -183,13 +183,14 @@ def seven_billion() -> Any:
     return config_of(*PUBLISHED[2][1:])
 
 
-def test_ppo_holds_four_models_dpo_two_and_lora_one(seven_billion):
-    numbers = 7_615_616_512
+def test_ppo_holds_four_models_dpo_two_and_lora_one():
+    architecture = config_of("qwen2", (3584, 18944, 2, 28, 4, 152064, False))
+    numbers = sum(weight.numbers for weight in shape_of(architecture).weights)
     lengths = Lengths(512, 512)
 
     def of(stage: str, **changes: Any) -> Any:
         config = settings(stage, train={"max_tokens": 8192, "batch_size": 8}, **changes)
-        return cost(config, models_of(config, seven_billion), lengths).training
+        return cost(config, models_of(config, architecture), lengths).training
 
     assert of("sft").weights == of("sft").gradients == 4 * numbers
     assert of("sft").moments == 8 * numbers
