@@ -138,13 +138,14 @@ def test_lost_workers_are_replaced_only_so_often(tmp_path):
     assert code == 1 and "rank 1 was ended by SIGKILL" in err and "launch.ray.max_restarts is 1" in err
 
 
-def test_a_signal_lets_the_step_finish_and_save(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_step_finish_and_save(tmp_path, number):
     run = tmp_path / "run"
     process = start("sft", "quickstart", f"run.dir={run}", *SHORT[:-1], *RAY, "train.max_steps=10000")
     wait(lambda: len(steps(run)) >= 2, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     code, _, err = ended(process)
-    assert code == 130 and re.search(r"stopped by SIGTERM after step \d+ of 10000", err)
+    assert code == 130 and re.search(rf"stopped by {number.name} after step \d+ of 10000", err)
     assert any((run / "checkpoints").iterdir())
 
 

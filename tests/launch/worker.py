@@ -9,12 +9,12 @@ import time
 
 from accord.cli import guarded
 from accord.errors import DataError, Interrupted
-from accord.launch.environment import end_with_parent
+from accord.launch.environment import follow_parent
 
 
 def train(what: str, which: int) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    end_with_parent()
+    follow_parent()
     print(f"rank {rank} of {world} has pid {os.getpid()} and {os.environ['OMP_NUM_THREADS']} threads", flush=True)
     if what == "exit" and rank == which:
         os._exit(3)  # before it has joined: the others wait for it

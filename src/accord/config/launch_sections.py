@@ -30,7 +30,7 @@ class Ray(Section):
     )
     resources: dict[Text, Positive] = Field(
         default={},
-        description="What one worker takes, such as {CPU: 8, GPU: 1}; null ones: GPU 1 where there are GPUs, CPU 1. CPU is also its threads.",
+        description="What one worker takes, such as {CPU: 8, GPU: 1}; not named: CPU 1, and GPU 1 where there are GPUs. A CPU that is named is also its threads.",
     )
     env_vars: dict[VariableName, str] = Field(
         default={}, description="Environment variables of the workers. They are kept in config.yaml: no secrets."

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from accord.launch.environment import check_mesh, end_with_parent, is_started_here, world_size
+from accord.launch.environment import check_mesh, follow_parent, is_started_here, world_size
 from accord.launch.local import number_of_processes, run_local
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def launch(config: Config, command: Sequence[str], work: Callable[[], None]) -> 
     if world is not None:
         check_mesh(settings, world)
         if is_started_here():
-            end_with_parent()
+            follow_parent()
         work()
         return 0
     if settings.type == "ray":

@@ -61,11 +61,13 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def end_with_parent() -> None:
-    """End this process as soon as its parent is gone, however that ended: standard input is a pipe that only the parent holds open.
+def follow_parent() -> None:
+    """Hear the signals that the parent passes on, and end as soon as it is gone, however that ended.
 
-    A checkpoint is complete or absent, so nothing is lost but the steps since; a worker that went on would hold the run's lock.
+    Standard input is a pipe that only the parent holds open. A checkpoint is complete or absent, so nothing is lost but the steps since; a
+    worker that went on would hold the run's lock.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # Ray starts its workers with SIGINT blocked
 
     def wait() -> None:
         while os.read(0, 4096):
