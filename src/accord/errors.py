@@ -36,6 +36,12 @@ class StoppedByAlarm(AccordError):
     """`ppo.on_alarm: stop`: the step was finished and a checkpoint written."""
 
 
+class PeerLost(AccordError):
+    """Another process of the run has stopped: the consequence, not the reason. A launcher tells it by its exit code, and shows that one's error."""
+
+    exit_code = 70
+
+
 class Interrupted(AccordError):
     """SIGINT or SIGTERM: the step was finished and a checkpoint written (exit code 130)."""
 

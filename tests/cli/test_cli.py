@@ -55,7 +55,14 @@ def calls(monkeypatch):
 def test_a_stage_gets_its_configuration(call, calls, stage):
     code, _, err = call(stage, "ppo", "run.seed=3", "reward_model.path=rm", "data.train=x.jsonl")
     assert (code, err) == (0, "")
-    [(function, (name, config), _)] = calls.list
+    [(function, (name, config, command), _)] = calls.list
+    assert command == [
+        stage,
+        "ppo",
+        "run.seed=3",
+        "reward_model.path=rm",
+        "data.train=x.jsonl",
+    ]  # what its workers are started with
     assert (function, name, config.stage, config.run.seed, config.run.dir) == ("run_stage", stage, stage, 3, "runs/ppo")
 
 
@@ -70,9 +77,13 @@ def test_run_takes_stages_and_the_flags_of_deepspeed_chat(call, calls):
     assert call("run", "ppo", "--actor-model", "big", "--reward-model", "small", "--deployment-type", "single_gpu")[0] == 0
     config = calls.list[-1][1][0]
     assert (config.model.path, config.reward_model.path) == ("big", "small")
-    for kind in ("single_node", "multi_node"):
-        code, _, err = call("run", "ppo", "--deployment-type", kind)
-        assert code == 2 and "Use --deployment-type single_gpu" in err
+    assert (config.launch.type, config.launch.processes) == ("local", 1)
+    for kind, expected in (("single_node", ("local", "auto")), ("multi_node", ("ray", 1))):
+        assert call("run", "ppo", "--deployment-type", kind)[0] == 0
+        launch = calls.list[-1][1][0].launch
+        assert (launch.type, launch.processes) == expected
+    assert call("run", "ppo", "--deployment-type", "single_node", "launch.processes=2")[0] == 0
+    assert calls.list[-1][1][0].launch.processes == 2  # what is written by hand has the last word
     assert call("run", "ppo", "--deployment-type", "gpu")[0] == 2
 
 
@@ -188,7 +199,21 @@ def test_help_lists_what_is_built_and_nothing_else(call):
     code, out, _ = call("--help")
     listed = [line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.startswith("  ")]
     assert code == 0
-    assert listed == ["run", "sft", "reward", "dpo", "ppo", "generate", "chat", "score", "evaluate", "report", "data", "config"]
+    assert listed == [
+        "run",
+        "sft",
+        "reward",
+        "dpo",
+        "ppo",
+        "generate",
+        "chat",
+        "score",
+        "evaluate",
+        "report",
+        "replay",
+        "data",
+        "config",
+    ]
 
 
 def processor_seconds(*arguments: str) -> float:

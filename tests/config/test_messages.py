@@ -67,6 +67,12 @@ def refused(path: Path, text: str, name: str = "mine.yaml") -> list[str]:
         ("critic=true", "critic: expected a section {path, lr, share_trunk, trunk_gradient, warmup_steps}, got true."),
         ("critic.²=1", "critic.²: no such key. critic has: path, lr, share_trunk, trunk_gradient, warmup_steps."),
         ("data.holdout=" + "9" * 5000, "data.holdout: expected a number of at least 0 and less than 1, got '" + "9" * 5000 + "'."),
+        ("launch.type=rays", "launch.type: expected one of local, ray, got 'rays'. Did you mean ray?"),
+        ("launch.processes=0", "launch.processes: expected auto or a whole number of at least 1, got 0."),
+        ("launch.ray.env_vars={OMP_NUM_THREADS: 4}", 'launch.ray.env_vars.OMP_NUM_THREADS: expected text, got 4. For text write it in quotes: "4".'),
+        ("launch.ray.env_vars={A B: x}", "launch.ray.env_vars.A B: expected a name of letters, digits and '_'."),
+        ("launch.ray.resources={GPU: -1}", "launch.ray.resources.GPU: expected a number greater than 0, got -1."),
+        ("launch.worker=2", "launch.worker: no such key. launch has: type, processes, mesh, ray."),
         ("stages=3", "pipeline.stages: expected a list of one of sft, reward, dpo, ppo, got 3."),
     ],
 )  # fmt: skip
@@ -77,10 +83,7 @@ def test_the_message_of_an_override(override, message):
 
 
 def test_keys_of_what_is_not_built_are_unknown():
-    for key in (
-        "launch",
-        "data.workers",
-    ):
+    for key in ("data.workers",):
         with pytest.raises(ConfigError, match="no such key"):
             load_config(None, [f"{key}=1"])
 

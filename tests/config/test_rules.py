@@ -104,6 +104,12 @@ def test_a_secret_is_not_repeated_by_its_refusal():
         (None, {"pipeline": {"judge": "a:b"}}, "go together", {"pipeline": {"judge": "a:b", "judge_prompts": "demo:heldout"}}),
         (None, {"stages": {"sft": {"run": {"dir": "x"}}}}, "belongs to the whole run", {"stages": {"sft": {"run": {"seed": 2}}}}),
         (None, {"stages": {"sft": {"pipeline": {}}}}, "belongs to the whole run", {"stages": {"sft": {"data": {"train": "x"}}}}),
+        (None, {"stages": {"sft": {"launch": {"processes": 2}}}}, "belongs to the whole run", {"launch": {"processes": 2}}),
+        (None, {"launch": {"type": "ray", "processes": 2}}, "set launch.ray.workers", {"launch": {"type": "ray", "ray": {"workers": 2}}}),
+        (None, {"launch": {"processes": 4, "mesh": {"data": 2}}}, "launch.processes is 4. Leave it at auto", {"launch": {"processes": 4, "mesh": {"data": 4}}}),
+        (None, {"launch": {"processes": 4, "mesh": {"tensor": 2}}}, "tensor parallelism is not built", {"launch": {"processes": "auto", "mesh": {"tensor": 1}}}),
+        (None, {"launch": {"type": "ray", "ray": {"workers": 3}, "mesh": {"data": 2}}}, "launch.ray.workers is 3", {"launch": {"type": "ray", "mesh": {"data": 2}}}),
+        (None, {"launch": {"processes": 2}, "data": {"train": "-"}}, "can't be read by several processes", {"launch": {"processes": 1}, "data": {"train": "-"}}),
     ],
 )  # fmt: skip
 def test_a_rule_refuses_and_lets_pass(stage, bad, message, good):

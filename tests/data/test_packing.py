@@ -162,3 +162,11 @@ def test_many_trees_are_packed_in_runs_and_keep_their_numbers():
     first = pack_trees(forest[:PACKED_AT_ONCE], 64)
     assert [pack.tree_index for pack in packs[: len(first)]] == [pack.tree_index for pack in first]
     assert min(packs[len(first)].tree_index) >= PACKED_AT_ONCE
+
+
+def test_many_ranks_get_as_many_packs_though_trees_are_packed_in_runs():
+    trees = [single([1] * 5, [True] * 5) for _ in range(1100)]
+    packs = pack_trees(trees, 10, multiple=600)  # 256 + 256 + 38 fill the runs of 512, 512 and 76
+    assert len(packs) == 600
+    assert sorted(i for pack in packs for i in pack.tree_index) == list(range(1100))
+    assert max(map(len, packs)) == 10

@@ -58,11 +58,11 @@ def said(folder: Path) -> str:
     return "\n".join(f"-- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log")))
 
 
-def answers(world: int, jobs: list[Job], folder: Path) -> list[list[Any]]:
+def answers(world: int, jobs: list[Job], folder: Path, worker: str = "tests.distributed.worker") -> list[list[Any]]:
     """What every process gives for every job: [rank][job]."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    processes = start(world, ["-m", "tests.distributed.worker", str(folder)], folder)
+    processes = start(world, ["-m", worker, str(folder)], folder)
     codes = finish(processes, folder)
     assert codes == [0] * world, said(folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]

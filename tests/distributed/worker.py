@@ -8,14 +8,17 @@ import math
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from accord.engine.ranks import join
 from accord.errors import Interrupted
+from accord.models import sharded
 from accord.models.sharded import whole
 
 
@@ -104,6 +107,70 @@ def train(kind: str, model: str, run: str, changes: dict[str, Any], stop_at: int
             return {"summary": t.train()}
         except Interrupted as error:
             return {"interrupted": str(error)}
+
+
+def costs(kind: str, model: str, run: str, changes: dict[str, Any], rows: int) -> dict[str, Any]:
+    """What the second step on `rows` equal examples takes: bytes of tensors here, bytes that the collectives are to send, and those carried."""
+    from torch import distributed
+
+    from tests.distributed.quiet_network import sent
+    from tests.trainers.runs import STAGES, trainer
+
+    found: dict[str, Any] = {"gathers": 0, "reductions": 0, "added_up": 0}
+
+    def here(tensors: Any) -> int:
+        return sum(sharded.local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+    def counted(name: str, kind: str, amount: Any) -> None:
+        plain = getattr(distributed, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            found[kind] += amount(*arguments, **named)
+            return plain(*arguments, **named)
+
+        patches.enter_context(patch.object(distributed, name, call))
+
+    def last_turn(module: Any, now: bool) -> None:
+        if now:
+            groups = [group for unit in sharded._units(module) for group in unit._get_fsdp_state()._fsdp_param_groups]
+            whole = [getattr(parameter, "_unsharded_param", None) for group in groups for parameter in group.fsdp_params]
+            gradients = [p.grad for p in whole if p is not None and p.grad is not None]
+            found["added_up"] = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+        reduce_gradients(module, now)
+
+    def update(*arguments: Any) -> Any:
+        found["gradients"] = here(p.grad for p in t.model.parameters.values())
+        return step(*arguments)
+
+    data = STAGES[kind][1]
+    with trainer(kind, Path(model), Path(run), changes, data(1) * rows, data(1)) as t, ExitStack() as patches:
+        t.step(1)  # makes the moments
+        counted("all_gather_single", "gathers", lambda out, own, **_: own.numel() * own.element_size())
+        counted("reduce_scatter_single", "reductions", lambda output, **_: 2 * output.numel() * output.element_size())
+        counted(
+            "all_reduce", "reductions", lambda tensor, *_, **__: tensor.numel() * tensor.element_size() * (tensor.numel() > 1000)
+        )
+        reduce_gradients, step = sharded.reduce_gradients, t.model.optimizer.step
+        patches.enter_context(patch.object(sharded, "reduce_gradients", last_turn))
+        patches.enter_context(patch.object(t.model.optimizer, "step", update))
+        packs = t.model.pack([t.examples.train[i].tree for i in range(rows)])
+        t.model.ranks.barrier()
+        before = sent()
+        t.step(2)
+        t.model.ranks.barrier()
+        reference = getattr(t, "reference", None)
+        frozen = reference.frozen.module.parameters() if reference is not None else ()
+        of_pair = packs[0].num_targets // len(packs[0].trees)
+        answer = of_pair // len(packs[0].trees[0].leaves)
+        return found | {
+            "carried": sent() - before,
+            "packs": len(packs),
+            "lengths": [packs[0].trees[0].num_tokens - of_pair, answer],
+            "weights": here(t.model.parameters.values()),
+            "moments": here(v for state in t.model.optimizer.state.values() for name, v in state.items() if name != "step"),
+            "average": here(t.model.ema.values()),
+            "frozen": here(frozen),
+        }
 
 
 def summary(model: Any) -> dict[str, list[float]]:

@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from accord.engine import checkpoint as module
-from accord.engine.checkpoint import latest_checkpoint, save_checkpoint
+from accord.engine.checkpoint import Checkpoints, latest_checkpoint, save_checkpoint
+from accord.engine.shards import read_into
 from accord.errors import AccordError
 
+SHARDS = [f"{name}/shard-00001-model-00001-of-00001.safetensors" for name in ("model", "optimizer")]
 STATE = {"step": 3, "kl_coef": 0.1 + 0.2, "history": [1e-300, float("inf")], "text": "你好 😀", "nothing": None}
 
 
@@ -85,7 +90,8 @@ def test_any_json_state_comes_back_exactly(state: dict[str, Any]):
 def test_tied_weights_are_written_once(tmp_path: Path):
     weight = torch.randn(1000, 100)
     folder = save_checkpoint(tmp_path, 1, {"model": {"embed": weight, "head": weight}}, {}, keep_last=1)
-    assert (folder / "model.safetensors").stat().st_size < 1.1 * weight.numel() * 4
+    (shard,) = (folder / "model").iterdir()
+    assert shard.stat().st_size < 1.1 * weight.numel() * 4
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert torch.equal(found.tensors("model")["head"], weight) and torch.equal(found.tensors("model")["embed"], weight)
@@ -93,7 +99,14 @@ def test_tied_weights_are_written_once(tmp_path: Path):
 
 def test_no_pickle_is_written(tmp_path: Path):
     folder = save_checkpoint(tmp_path, 1, tensors(), STATE, keep_last=1)
-    assert {file.suffix for file in folder.iterdir()} == {".safetensors", ".json"}
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    assert set(files) == {*SHARDS, "state.json", "manifest.json"}
+    for name, file in files.items():
+        if name in SHARDS:
+            with safe_open(file, "pt") as shard:
+                assert shard.keys()
+        else:
+            json.loads(file.read_text())
 
 
 def test_old_ones_go_and_the_wanted_stay(tmp_path: Path):
@@ -132,7 +145,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("file", [*SHARDS, "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     damage: str, file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -149,8 +162,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 def test_if_none_is_whole_the_run_stops_with_the_cure(tmp_path: Path):
     for step in (1, 2):
         folder = save_checkpoint(tmp_path, step, tensors(), {}, keep_last=2)
-        flip(folder / "model.safetensors")
-    with pytest.raises(AccordError, match=r"no checkpoint is whole(?s:.*)step-00000002(?s:.*)step-00000001(?s:.*)run\.overwrite"):
+        flip(folder / SHARDS[0])
+    with pytest.raises(
+        AccordError, match=r"no checkpoint can be used(?s:.*)step-00000002(?s:.*)step-00000001(?s:.*)run\.overwrite"
+    ):
         latest_checkpoint(tmp_path)
 
 
@@ -170,6 +185,94 @@ def test_a_damaged_later_step_takes_no_ones_place(tmp_path: Path):
     save_checkpoint(tmp_path, 5, tensors(), {"again": True}, keep_last=2)
     found = latest_checkpoint(tmp_path)
     assert found is not None and found.state == {"again": True} and steps(tmp_path) == [2, 5]
+
+
+def test_a_file_too_many_is_damage(tmp_path: Path):
+    """PyTorch's reader takes every safetensors file of a folder for a part of it."""
+    folder = save_checkpoint(tmp_path, 1, tensors(), {}, keep_last=2)
+    shutil.copy(folder / SHARDS[0], folder / "model" / "shard-00002-model-00001-of-00001.safetensors")
+    with pytest.raises(AccordError, match=r"shard-00002\S+ does not belong to it"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_foreign_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    ours = {"stage": "sft", "id": "a"}
+    save_checkpoint(tmp_path, 1, tensors(), {}, keep_last=2, run=ours)
+    save_checkpoint(tmp_path / "other", 2, tensors(), {}, keep_last=2, run={"stage": "reward", "id": "a"})
+    shutil.copytree(tmp_path / "other" / "step-00000002", tmp_path / "step-00000002")
+    with caplog.at_level(logging.WARNING):
+        found = latest_checkpoint(tmp_path, ours)
+    assert found is not None and found.step == 1
+    assert "step-00000002 belongs to another run (stage reward instead of sft)" in caplog.text
+    with pytest.raises(AccordError, match="no checkpoint can be used"):
+        latest_checkpoint(tmp_path, {"stage": "sft", "id": "b"})
+
+
+def test_an_unusable_one_takes_no_good_ones_place(tmp_path: Path):
+    with Checkpoints(tmp_path, {}, keep_last=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, tensors(), {})
+        flip(tmp_path / "step-00000003" / "state.json")
+        found = checkpoints.latest()
+        assert found is not None and found.step == 2
+        checkpoints.save(4, tensors(), {})
+        assert steps(tmp_path) == [2, 4]
+
+
+def test_a_model_that_does_not_fit_is_named(tmp_path: Path):
+    save_checkpoint(tmp_path, 1, tensors(), {}, keep_last=1)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    saved = found.tensors("model")
+    with pytest.raises(AccordError, match=r"row is 4 \(float32\) there and 5 \(float32\) here.*model\.path"):
+        read_into({**saved, "row": torch.zeros(5)}, saved)
+    with pytest.raises(AccordError, match="it has bf16, which is absent here"):
+        read_into({name: tensor for name, tensor in saved.items() if name != "bf16"}, saved)
+
+
+# ----------------------------------------------------------------------------------------------------------------- in the background
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    go = threading.Event()
+    write = module.write_tensors
+    monkeypatch.setattr(module, "write_tensors", lambda *arguments: go.wait(60) and write(*arguments))
+    weight, state = torch.ones(3), {"list": [1]}
+    with Checkpoints(tmp_path, {}, keep_last=2, asynchronous=True) as checkpoints:
+        checkpoints.save(1, {"model": {"w": weight, "tied": weight}}, state)
+        weight.add_(1)
+        state["list"].append(2)
+        assert not steps(tmp_path)
+        go.set()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None and found.state == {"list": [1]}
+    assert torch.equal(found.tensors("model")["tied"], torch.ones(3))
+
+
+def test_a_save_waits_for_the_one_before_it(tmp_path: Path):
+    with Checkpoints(tmp_path, {}, keep_last=5, asynchronous=True) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, tensors(step), {"step": step})
+            assert set(range(1, step)) <= set(steps(tmp_path))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("at", ["the next save", "the end"])
+def test_a_save_that_failed_in_the_background_is_told(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(AccordError, match=r"step-00000001.*No space left"):  # noqa: SIM117
+        with Checkpoints(tmp_path, {}, keep_last=2, asynchronous=True) as checkpoints:
+            with monkeypatch.context() as patched:
+                patched.setattr("safetensors.torch.save", full)
+                checkpoints.save(1, tensors(), {})
+                while not checkpoints.failed:
+                    time.sleep(0.01)
+            if at == "the next save":
+                checkpoints.save(2, tensors(), {})
+                pytest.fail("the second save began")
+    assert not steps(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------- dying while saving
@@ -192,7 +295,8 @@ def _save_and_die(root: Path, step: int, at: int, done: Any) -> None:
     import safetensors.torch
 
     Path.write_text = counted(Path.write_text)  # type: ignore[method-assign]
-    safetensors.torch.save_file = counted(safetensors.torch.save_file)
+    safetensors.torch.save = counted(safetensors.torch.save)
+    os.fsync = counted(os.fsync)
     module.sync = counted(module.sync)
     module.os.replace = counted(os.replace)  # type: ignore[assignment]
     module.shutil.rmtree = counted(shutil.rmtree)  # type: ignore[assignment]
@@ -227,10 +331,11 @@ def test_a_full_disk_leaves_earlier_checkpoints_untouched(tmp_path: Path, monkey
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(AccordError, match=r"step-00000002.*No space left(?s:.*)untouched"):
-        save_checkpoint(tmp_path, 2, tensors(), {}, keep_last=1)
-    assert steps(tmp_path) == [1] and not list(tmp_path.glob(".step-*"))
+    for where in ("safetensors.torch.save", "os.fsync", "pathlib.Path.write_text", "accord.engine.checkpoint.sync"):
+        with monkeypatch.context() as patched, pytest.raises(AccordError, match=r"step-00000002.*No space left(?s:.*)untouched"):
+            patched.setattr(where, full)
+            save_checkpoint(tmp_path, 2, tensors(), {}, keep_last=1)
+        assert steps(tmp_path) == [1] and not list(tmp_path.glob(".step-*")), where
     assert latest_checkpoint(tmp_path) is not None
 
 
@@ -243,4 +348,4 @@ def test_a_state_that_is_no_json_leaves_nothing_behind(tmp_path: Path):
 def test_the_manifest_is_readable(tmp_path: Path):
     folder = save_checkpoint(tmp_path, 12, tensors(), STATE, keep_last=1)
     manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
-    assert manifest["step"] == 12 and set(manifest["files"]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
+    assert manifest["step"] == 12 and set(manifest["files"]) == {*SHARDS, "state.json"}

@@ -1,6 +1,5 @@
 """The run folder: what may go on, what is refused, and that nothing is half-written."""
 
-import json
 import os
 import subprocess
 import sys
@@ -77,7 +76,7 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(tmp_path):
     with pytest.raises(ConfigError) as refused:
         open_run(settings(tmp_path, dpo__beta=0.2, model__lora={"rank": 8}), "dpo", tmp_path)
     message = str(refused.value)
-    assert "dpo.beta is 0.1 there and 0.2 here" in message
+    assert "\n  dpo.beta is 0.1 there and 0.2 here\n" in message and "What may differ: run.dir, " in message
     assert "model.lora" in message and "run.overwrite=true" in message and "train.lr" not in message
     assert refused.value.exit_code == 2
     assert (tmp_path / "config.yaml").read_bytes() == before
@@ -85,7 +84,14 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"run__overwrite": False}, {"track__tensorboard": False}, {"checkpoint__keep_last": 9}, {"ppo__kl": {"coef": 9.0}}],
+    [
+        {"run__overwrite": False},
+        {"track__tensorboard": False},
+        {"checkpoint__keep_last": 9},
+        {"eval": {"every_steps": 3}},
+        {"launch": {"processes": 2}},
+        {"ppo__kl": {"coef": 9.0}},
+    ],
 )
 def test_what_changes_no_number_of_the_stage_may_differ(tmp_path, change):
     begun(tmp_path).close()
@@ -138,10 +144,10 @@ def test_a_pipeline_that_was_moved_as_a_whole_goes_on_in_its_stages(tmp_path):
         begun(old / "dpo", model__path=str(old / "sft" / "model")).close()
     old.rename(new)
     assert open_run(settings(new / "dpo", model__path=str(new / "sft" / "model")), "dpo", new / "dpo").state == "resumable"
-    with pytest.raises(ConfigError, match=r"another configuration: model\.path"):
+    with pytest.raises(ConfigError, match=r"another configuration:\n  model\.path"):
         open_run(settings(new / "dpo", model__path=str(tmp_path / "other" / "sft" / "model")), "dpo", new / "dpo")
     (new / "config.yaml").unlink()  # a stage that was started by itself: what lies beside it is not its own
-    with pytest.raises(ConfigError, match=r"another configuration: model\.path"):
+    with pytest.raises(ConfigError, match=r"another configuration:\n  model\.path"):
         open_run(settings(new / "dpo", model__path=str(new / "sft" / "model")), "dpo", new / "dpo")
 
 
@@ -282,15 +288,14 @@ def test_a_finished_pipeline_that_begins_again_is_unfinished_until_it_ends(tmp_p
             run.finish({"stages": {}})
 
 
-def test_changed_library_versions_are_said_on_resume(tmp_path):
-    begun(tmp_path).close()
-    path = tmp_path / "config.yaml"
-    head, body = path.read_text(encoding="utf-8").split("\n", 1)
-    about = json.loads(head.removeprefix("# accord: "))
-    about["versions"]["torch"] = "1.0"
-    path.write_text("# accord: " + json.dumps(about) + "\n" + body, encoding="utf-8")
-    run = open_run(settings(tmp_path), "dpo", tmp_path)
-    assert run.state == "resumable" and "torch 1.0 →" in run.warnings[0]
+def test_a_run_is_known_by_what_its_configuration_says_wherever_it_lies(tmp_path):
+    with begun(tmp_path / "a") as first, begun(tmp_path / "b") as other:
+        assert first.identity["stage"] == "dpo" and first.identity["id"] != other.identity["id"]
+    (tmp_path / "a").rename(tmp_path / "c")
+    with begun(tmp_path / "c") as again:
+        assert again.identity == first.identity
+    with begun(tmp_path / "c", run__overwrite=True) as anew:
+        assert anew.identity["id"] != first.identity["id"]
 
 
 def test_a_damaged_summary_is_loud(tmp_path):

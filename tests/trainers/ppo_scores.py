@@ -1,6 +1,7 @@
 """Reward functions for the tests of PPO."""
 
 import asyncio
+from collections import Counter
 
 
 def length(response: str) -> float:
@@ -46,3 +47,18 @@ SEEN: dict[str, list[str]] = {}
 def remember(response: str, tokens: list[str]) -> list[float]:
     SEEN[response] = tokens
     return [0.0] * len(tokens)
+
+
+ASKED: Counter[tuple[str, str]] = Counter()  # how often `moody` was asked about each answer
+PATIENCE: dict[str, Counter[tuple[str, str]] | None] = {"left": None}  # how often it may be
+
+
+def moody(prompt: str, response: str) -> float:
+    """Share of e and a; but a hundred for what it is asked more often than it has patience for: no service need repeat itself."""
+    ASKED[prompt, response] += 1
+    left = PATIENCE["left"]
+    return letters(response) if left is None or ASKED[prompt, response] <= left[prompt, response] else 100.0
+
+
+def moody_tokens(prompt: str, response: str, tokens: list[str]) -> list[float]:
+    return [moody(prompt, response) + number / 8 for number in range(len(tokens))]

@@ -201,7 +201,7 @@ def test_learning_from_given_answers_is_the_step_that_sampled_them(make, advanta
     first, second = make(changes), make(changes)
     prompts = [first.examples.train[i] for i in first.order.batch(1)]
     expected = first.step(1)
-    samples = second.answers.sample(prompts, 2, 1).samples
+    samples = second.answers.sample(second.answers.request(prompts, 2, 1)).samples
     queries = [torch.tensor(s.prompt_ids) if i % 2 else list(s.prompt_ids) for i, s in enumerate(samples)]
     responses = [torch.tensor(s.response_ids) for s in samples]
     scores = [sum(c in "ea" for c in s.response) / max(1, len(s.response)) for s in samples]

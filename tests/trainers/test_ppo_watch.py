@@ -194,11 +194,13 @@ def test_the_judge_gives_its_mean_and_standard_error_and_marks_the_samples(tiny_
     prompt = ppo.examples.train[0].record
     samples = [Sample(prompt, [5], [6], text) for text in ("a", "abc", "abcde")]
     shown = [{"response": "a"}, {"response": "abc"}]
-    metrics = HeldOutJudge(f"{SCORES}:length", 3).metrics(samples, shown)
+    judge = HeldOutJudge(f"{SCORES}:length", 3)
+    metrics = judge.metrics(judge.scores(samples), shown)
     assert metrics == {"ppo/judge": 3.0, "ppo/judge_error": pytest.approx(2.0 / 3**0.5)}  # 1, 3, 5: s = 2
     assert [row["judge"] for row in shown] == [1.0, 3.0]
-    assert HeldOutJudge(f"{SCORES}:length", 1).metrics(samples[:1]) == {"ppo/judge": 1.0, "ppo/judge_error": 0.0}
-    assert HeldOutJudge(None, 0).metrics(samples) == {}
+    assert judge.metrics([1.0]) == {"ppo/judge": 1.0, "ppo/judge_error": 0.0}
+    nobody = HeldOutJudge(None, 0)
+    assert nobody.scores(samples) is None and nobody.metrics(None) == {}
 
 
 def test_a_judge_that_is_not_there_or_has_nothing_to_judge_is_refused():

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from accord.launch import launch
 
 if TYPE_CHECKING:
     from accord.config import Config
 
 
-def run_stage(stage: str, config: Config) -> None:
-    """Train one stage and say where its model is."""
+def run_stage(stage: str, config: Config, command: Sequence[str]) -> int:
+    """Train one stage where `launch` says (each worker is started with `command`) and say where its model is. The exit code."""
+    return launch(config, command, lambda: _train_stage(stage, config))
+
+
+def run_pipeline(config: Config, command: Sequence[str]) -> int:
+    """Train the stages one after the other where `launch` says, print the judge's table if there is a judge, and say how to go on."""
+    return launch(config, command, lambda: _train_pipeline(config))
+
+
+def _train_stage(stage: str, config: Config) -> None:
     _quiet()
     from accord.engine.ranks import join
     from accord.pipeline import train_stage
@@ -24,8 +36,7 @@ def run_stage(stage: str, config: Config) -> None:
     _print_report(Path(config.run.dir))
 
 
-def run_pipeline(config: Config) -> None:
-    """Train the stages one after the other, print the judge's table if there is a judge, and say how to go on."""
+def _train_pipeline(config: Config) -> None:
     _quiet()
     from accord import pipeline
     from accord.engine.ranks import join

@@ -2,6 +2,7 @@
 
 from accord.config.alarm_sections import Alarms
 from accord.config.fields import Section
+from accord.config.launch_sections import Launch
 from accord.config.loading import load_config, preset_names
 from accord.config.ppo_sections import KL, PPO
 from accord.config.reward_sections import (
@@ -45,7 +46,7 @@ from accord.errors import ConfigError
 
 __all__ = [
     "DPO", "KL", "PPO", "SFT", "STAGES", "Alarms", "Checkpoint", "ClassifierReward", "Config", "ConfigError", "Critic", "Data", "Engine",
-    "Eval", "Export", "FormatReward", "FromScratch", "FunctionReward", "Generate", "HumanReward", "JudgeReward", "LengthReward",
+    "Eval", "Export", "FormatReward", "FromScratch", "FunctionReward", "Generate", "HumanReward", "JudgeReward", "Launch", "LengthReward",
     "Lora", "Model", "ModelReward", "Pipeline", "Reference", "RemoteReward", "RepetitionReward", "Reward", "RewardModel",
     "RewardSource", "Run", "Section", "Source", "StageName", "Track", "Train", "build", "dump_yaml", "load_config", "preset_names",
 ]  # fmt: skip

@@ -16,12 +16,14 @@ Text = Annotated[str, Field(min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 FunctionPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 MetricName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 EnvName = Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 
 # What a text with a pattern is called in messages.
 PATTERNS = {
     r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$": "module:function",
     r"^[\w.-]+$": "a name of letters, digits, '.', '-' and '_'",
+    r"^[A-Za-z_][A-Za-z0-9_]*$": "letters, digits and '_'",
     r"^[A-Z_][A-Z0-9_]*$": "the name of an environment variable, in capitals",
 }
 

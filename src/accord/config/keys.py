@@ -66,17 +66,17 @@ def node_at(path: Path, values: Any = None) -> dict[str, Any] | None:
             elif branch.get("type") == "array":
                 found = next((item for item in _branches(branch.get("items", {})) if type_of(item) == part), None)
             else:
-                found = branch.get("properties", {}).get(part) or _string_values(branch)
+                found = branch.get("properties", {}).get(part) or _mapped_values(branch)
             if found is not None:
                 break
         node, values = found, _inside(values, part)
     return node
 
 
-def _string_values(branch: dict[str, Any]) -> dict[str, Any] | None:
-    """The schema of the values of a mapping of texts, whatever its keys."""
-    values = branch.get("additionalProperties")
-    return values if isinstance(values, dict) and values.get("type") == "string" else None
+def _mapped_values(branch: dict[str, Any]) -> dict[str, Any] | None:
+    """The schema of the values of a mapping of texts or numbers, whatever its keys."""
+    values = branch.get("additionalProperties") or next(iter(branch.get("patternProperties", {}).values()), None)
+    return values if isinstance(values, dict) and values.get("type") in ("string", "number") else None
 
 
 def _inside(values: Any, part: str | int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from accord.config.fields import PATTERNS
 from accord.errors import ConfigError
 
 Path = tuple[str | int, ...]
@@ -100,6 +101,8 @@ def _refusal(item: Any, values: Any) -> Refusal:
             return Refusal(path, f"no such stage. The stages are {', '.join(keys.stage_names())}.")
         names = item["ctx"]["expected"].replace("'", "")  # pydantic's: 'sigmoid', 'ipo' or 'robust'
         return Refusal(path, f"{dotted(path[:-1])} has no such entry: expected {names}.")
+    if kind == "string_pattern_mismatch" and item["loc"][-1:] == ("[key]",):
+        return Refusal(path, f"expected a name of {PATTERNS[item['ctx']['pattern']]}.")
     if kind == "missing":
         return Refusal(path, f"is needed. {keys.description(path, values)}".rstrip())
     if kind in ("union_tag_not_found", "union_tag_invalid"):

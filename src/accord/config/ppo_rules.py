@@ -104,6 +104,7 @@ OF_THE_SURROGATE = (
     *((f"ppo/{key}") for key in (
         "advantage", "group_std", "gamma", "whiten_advantages", "whiten_rewards", "clip", "clip_high", "dual_clip", "ratio", "entropy_coef",
         "old_kl_coef", "normalize_score", "clip_reward", "target_kl", "ratio_threshold", "ptx_coef", "old_logprobs", "aggregation",
+        "replay_buffer",
     )),
     *(f"ppo/kl/{key}" for key in ("coef", "estimator", "place", "controller", "target", "horizon")),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from accord.config.alarm_sections import Alarms
-from accord.config.fields import Count, FunctionPath, NonNegative, Positive, Section, Share
+from accord.config.fields import Count, FunctionPath, Natural, NonNegative, Positive, Section, Share
 from accord.config.reward_sections import ModelReward, RewardSource
 from accord.config.sections import Sources
 
@@ -46,6 +46,11 @@ class PPO(Section):
     )
     ppo_epochs: Count = Field(default=1, description="Passes over each experience.")
     mini_batches: Count = Field(default=1, description="Updates in one pass: the experience's responses are divided by it.")
+    replay_buffer: Natural = Field(
+        default=0,
+        description="Earlier experiences that are learned from again beside the fresh one in every update, with the ratio to the policy that "
+        "sampled them and the advantages as they were estimated then; 0: none.",
+    )
     advantage: Literal["gae", "grpo", "rloo", "reinforce_pp"] = Field(
         default="gae",
         description="gae: generalised advantage estimation with a critic. Without a critic: grpo, the score beside the mean and deviation "
@@ -116,6 +121,12 @@ class PPO(Section):
     on_alarm: Literal["warn", "stop", "lower_lr"] = Field(
         default="warn",
         description="An alarm is told; stop: it also ends the run after a checkpoint. lower_lr: it also halves the learning rates.",
+    )
+
+    journal: Literal["recent", "all"] = Field(
+        default="recent",
+        description="How long RUN/journal.jsonl keeps what was sampled and how it was scored: recent, as long as a checkpoint from before it "
+        "is kept; all, to the end, about 11 bytes a token.",
     )
 
     @property

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, ValidatorFu
 
 from accord.config.fields import Section
 from accord.config.interpolate import interpolate
+from accord.config.launch_sections import Launch
 from accord.config.messages import Locations, Path, Refusal, refuse, validation_refusals
 from accord.config.ppo_sections import PPO
 from accord.config.sections import (
@@ -94,6 +95,7 @@ class Config(Section):
     ppo: PPO = Field(default=PPO(), description="Proximal policy optimisation.")
     generate: Generate = Field(default=Generate(), description="How answers are sampled.")
     engine: Engine = Field(default=Engine(), description="How it is computed: the Hybrid Engine.")
+    launch: Launch = Field(default=Launch(), description="On how many processes and machines a training command runs.")
     pipeline: Pipeline = Field(default=Pipeline(), description="What `accord run` does.")
     stages: dict[StageName, dict[str, Any]] = Field(
         default={},

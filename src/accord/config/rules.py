@@ -10,6 +10,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 from accord.config.critic_rules import CRITIC_RULES
+from accord.config.launch_rules import LAUNCH_RULES
 from accord.config.messages import Refusal
 from accord.config.ppo_rules import PPO_RULES
 from accord.config.reward_rules import reward_refusals
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from accord.config.root import Config
 
 Rule = Callable[["Config"], Iterator[Refusal]]
-RULES: list[Rule] = [*PPO_RULES, *CRITIC_RULES]
+RULES: list[Rule] = [*PPO_RULES, *CRITIC_RULES, *LAUNCH_RULES]
 
 
 def rule(function: Rule) -> Rule:
@@ -312,7 +313,7 @@ def an_alarm_setting_has_its_alarm(config: Config) -> Iterator[Refusal]:
 @rule
 def a_stage_does_not_move_the_run(config: Config) -> Iterator[Refusal]:
     for stage, sections in config.stages.items():
-        for key in ("pipeline", "stages", "extends"):
+        for key in ("pipeline", "launch", "stages", "extends"):
             if key in sections:
                 yield Refusal(("stages", stage, key), "this belongs to the whole run, not to one stage.")
         run = sections.get("run")

@@ -277,6 +277,10 @@ class Checkpoint(Section):
     every_epochs: Positive | None = Field(default=None, description="Save every so many epochs.")
     every_seconds: Positive | None = Field(default=600, description="Save when so much time has gone by.")
     keep_last: Count = Field(default=2, description="Checkpoints kept; older ones go once a newer one is whole.")
+    asynchronous: bool = Field(
+        default=False,
+        description="Copy what is saved to CPU memory (as much as model, optimizer and EMA take) and write it while training goes on.",
+    )
 
 
 class Export(Section):

@@ -265,7 +265,10 @@ def _fill(writer: StoreWriter, sources: Sequence[SourceSpec], encoder: Conversat
         return writer.finish({"sources": [asdict(report) for report in reports]})
     except OSError as error:
         writer.discard()
-        raise DataError(f"{writer.target.parent}: the tokenised data can't be written: {error.strerror or error}") from error
+        raise DataError(
+            f"{writer.target.parent}: the tokenised data can't be written ({error.strerror or error}). Free some space and start the "
+            "same command again, or set the variable ACCORD_CACHE to a folder that has more."
+        ) from error
     except BaseException:
         writer.discard()
         raise

@@ -198,14 +198,24 @@ def pack_trees(trees: Sequence[Tree], max_tokens: int, multiple: int = 1) -> lis
             f"an example needs {sizes[largest]:,} tokens (its prompt and all its answers) but train.max_tokens is {max_tokens:,}. "
             f"Raise train.max_tokens to {sizes[largest]:,} or lower data.max_length."
         )
+    runs = [range(start, min(start + PACKED_AT_ONCE, len(sizes))) for start in range(0, len(sizes), PACKED_AT_ONCE)]
+    found = [first_fit_decreasing([sizes[i] for i in run], max_tokens) for run in runs]
+    wanted = _spread(-sum(map(len, found)) % multiple, [len(run) - len(bins) for run, bins in zip(runs, found, strict=True)])
     packs = []
-    for start in range(0, len(sizes), PACKED_AT_ONCE):
-        run = sizes[start : start + PACKED_AT_ONCE]
-        bins = first_fit_decreasing(run, max_tokens)
-        wanted = min(-(-len(bins) // multiple) * multiple, len(run))
-        for members in _balanced(run, bins, wanted) if wanted > 1 else bins:
+    for run, bins, more in zip(runs, found, wanted, strict=True):
+        count = len(bins) + more
+        for members in _balanced([sizes[i] for i in run], bins, count) if count > 1 else bins:
             if not members:
                 continue
-            numbers = [start + i for i in members]
+            numbers = [run.start + i for i in members]
             packs.append(make_pack([trees[i] for i in numbers], numbers))
     return packs
+
+
+def _spread(more: int, rooms: Sequence[int]) -> list[int]:
+    """`more` in shares as equal as `rooms` allow; less where they are all full."""
+    shares = [0] * len(rooms)
+    for left, i in enumerate(sorted(range(len(rooms)), key=lambda i: rooms[i])):
+        shares[i] = min(rooms[i], more // (len(rooms) - left))
+        more -= shares[i]
+    return shares

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ class StoreWriter:
     def discard(self) -> None:
         """Leave nothing behind."""
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # on a full disk what is still to be flushed can't be
+                file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -56,17 +56,24 @@ def ensure_data(seed: int = 1) -> Path:
     folder = root / f"demo-{seed}-{_version()}"
     if folder.is_dir():
         return folder
-    root.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=".demo-", dir=root))
+    beside = None
     try:
+        root.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=".demo-", dir=root))
         write(beside, seed)
         try:
             os.rename(beside, folder)  # complete or absent
         except OSError:
             if not folder.is_dir():  # else another process was first, with the same bytes
                 raise
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the demo's data can't be written ({error.strerror or error}). Free some space and start the same command again, "
+            "or set the variable ACCORD_CACHE to a folder that has more."
+        ) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
     return folder
 
 

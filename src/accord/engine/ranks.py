@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from accord import errors
-from accord.errors import AccordError, ConfigError
+from accord.errors import AccordError, ConfigError, PeerLost
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # of one exchange; waiting for the main process (`ask_main`) has no limit
@@ -160,7 +160,7 @@ class Ranks:
         except BaseException as error:
             kind, text = type(error).__name__, str(error)
             if not isinstance(error, AccordError):
-                kind, text = "AccordError", f"the main process has failed: {kind}: {text}"
+                kind, text = "PeerLost", f"the main process has failed: {kind}: {text}"
             self._store.set(key, json.dumps({"kind": kind, "error": text}))
             raise
         return json.loads(json.dumps(given))  # the same types everywhere: a tuple has become a list
@@ -172,9 +172,9 @@ class Ranks:
                 return self._store.get(key)
             except torch.distributed.DistStoreError as error:  # not yet there
                 if "imeout" not in str(error) and "imed out" not in str(error):
-                    raise AccordError(_GONE) from error
+                    raise PeerLost(_GONE) from error
             except (RuntimeError, ConnectionError) as error:
-                raise AccordError(_GONE) from error
+                raise PeerLost(_GONE) from error
 
 
 def _error(kind: str, text: str) -> AccordError:
@@ -279,7 +279,7 @@ def _translated() -> Iterator[None]:
         text = str(error).lower()
         signs = ("connection closed by peer", "connection reset by peer", "gloo", "nccl", "broken pipe", "timed out waiting")
         if isinstance(error, torch.distributed.DistError) or any(sign in text for sign in signs):
-            raise AccordError(_GONE) from error
+            raise PeerLost(_GONE) from error
         raise
 
 

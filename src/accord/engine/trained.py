@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from accord.data.packing import Pack, pack_trees
 from accord.data.trees import Tree
+from accord.engine.memory import keep_freed_memory
 from accord.engine.ranks import Ranks, join
+from accord.engine.shards import read_into
 from accord.errors import ConfigError, NonFiniteError
 from accord.models import sharded
 from accord.models.distribution import Distribution
@@ -75,6 +77,8 @@ class TrainedModel(PackedModel):
         shard: bool = True,  # where `train.shard` says so
     ) -> None:
         super().__init__(loaded.module, precision=train.precision)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.ranks = join()
         if shard and parameters is None and shards(train, self.ranks):
             sharded.shard(self.module, self.ranks.mesh, offload=train.offload == "params")
@@ -328,20 +332,19 @@ class TrainedModel(PackedModel):
         }
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        """Continue from what `state_tensors` and `state` gave, to the bit."""
-        for name, p in self.parameters.items():
-            p.copy_(sharded.divided(tensors["model"][name], p))
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+        """Continue from what `state_tensors` and `state` gave, to the bit; of a checkpoint each rank reads what it holds."""
+        read_into(self.parameters, tensors["model"])
         self.optimizer.state.clear()
-        for name, p in self.parameters.items():
-            moments = {
-                key.rsplit("/", 1)[1]: value for key, value in tensors["optimizer"].items() if key.rsplit("/", 1)[0] == name
-            }
-            if moments:
-                self.optimizer.state[p] = {key: sharded.divided(value.clone(), p) for key, value in moments.items()}
+        moments: dict[str, Tensor] = {}
+        for key in tensors["optimizer"]:  # AdamW makes them at a parameter's first gradient: what isn't saved wasn't there
+            name, moment = key.rsplit("/", 1)
+            p = self.parameters[name]
+            moments[key] = torch.zeros((), device=p.device) if moment == "step" else torch.zeros_like(p)
+            self.optimizer.state[p][moment] = moments[key]
+        read_into(moments, tensors["optimizer"])
         if self.ema is not None:
-            for name, value in self.ema.items():
-                value.copy_(sharded.divided(tensors["ema"][name], value))
+            read_into(self.ema, tensors["ema"])
         self._weights_changed()
         self.schedule_step, self.skipped = state["schedule_step"], state["skipped"]
         self.lr_factor = state.get("lr_factor", 1.0)  # older checkpoints know no other rate than the schedule's
@@ -418,7 +421,7 @@ def prefixed(prefix: str, files: dict[str, dict[str, Tensor]]) -> dict[str, dict
     return {f"{prefix}-{name}": tensors for name, tensors in files.items()}
 
 
-def unprefixed(prefix: str, files: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def unprefixed(prefix: str, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
     return {name.removeprefix(f"{prefix}-"): tensors for name, tensors in files.items() if name.startswith(f"{prefix}-")}
 
 

@@ -15,6 +15,7 @@ from accord.models import heads
 from accord.models.distribution import Distribution
 from accord.models.logprobs import TokenLogprobs
 from accord.models.packed import ATTENTION_NAME, SegmentLayout, packed_forward
+from accord.models.precision import check_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class PackedModel:
         self.inner = heads.unwrap(module)
         self.device = next(module.parameters()).device
         self.compute_dtype = torch.bfloat16 if precision == "bf16" else None
+        check_bfloat16(self.compute_dtype or next(module.parameters()).dtype, self.device)
         self.packed = enable_segments(self.inner)
         self._head_is_linear = _head_is_linear(self.inner)
 
@@ -128,7 +130,7 @@ class FrozenModel(PackedModel):
         module.requires_grad_(False).eval()
         super().__init__(module, precision=precision)
         if self.compute_dtype is not None:
-            _round_linears(self.inner, self.compute_dtype)
+            round_linears(self.inner, self.compute_dtype)
 
     @torch.no_grad()
     def hidden(self, pack: Pack, embedding_noise: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +145,7 @@ class FrozenModel(PackedModel):
         return super().distribution(pack, temperature)
 
 
-def _round_linears(module: Any, dtype: torch.dtype) -> None:
+def round_linears(module: Any, dtype: torch.dtype) -> None:
     """Keep the weights of frozen linear layers in `dtype`: autocast would round them to it in every forward, so no number changes.
 
     Not the heads: a score is computed in float32, and the output embedding may be the input embedding too.

@@ -56,7 +56,7 @@ def chunked_logprobs(
     return TokenLogprobs(out[0], out[1] if entropy else None, out[2] if mean else None)
 
 
-def _blocks(rows: int, vocabulary: int, device: torch.device) -> list[slice]:
+def vocabulary_blocks(rows: int, vocabulary: int, device: torch.device) -> list[slice]:
     """The vocabulary in blocks of columns; `rows` of logits over one of them are one chunk."""
     most = CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS_GPU
     width = max(_LEAST_COLUMNS, most // max(1, rows) // _ALIGNED * _ALIGNED)
@@ -80,7 +80,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, entropy, mean, dtype):
         ctx.set_materialize_grads(False)  # what is only looked at costs no backward pass
         n, vocabulary = len(hidden), len(weight)
-        blocks = _blocks(n, vocabulary, hidden.device)
+        blocks = vocabulary_blocks(n, vocabulary, hidden.device)
         h = hidden.to(dtype)
         kept: list[Tensor] = []
         keep = KEPT_ELEMENTS if any(ctx.needs_input_grad[:3]) else 0
@@ -123,7 +123,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         h = hidden.to(dtype)
         kept, ctx.kept = ctx.kept, []
         pull = (grad_logprobs + grad_mean if mean else grad_logprobs)[:, None]
-        for i, block in enumerate(_blocks(n, vocabulary, hidden.device)):
+        for i, block in enumerate(vocabulary_blocks(n, vocabulary, hidden.device)):
             w = weight[block].to(dtype)
             z = kept[i] if i < len(kept) else F.linear(h, w, bias[block].to(dtype) if bias is not None else None)
             if i < len(kept):

@@ -80,9 +80,13 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
             os.replace(folder, old)
         os.replace(beside, folder)
         sync(folder.parent)
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(
+            error
+        ):  # safetensors and tokenizers have errors of their own
+            raise
         raise AccordError(
-            f"could not write {folder}: {error.strerror or error}. Free some space or choose another run.dir."
+            f"could not write {folder}: {getattr(error, 'strerror', None) or error}. Free some space or choose another run.dir."
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)

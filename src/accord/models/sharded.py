@@ -26,7 +26,7 @@ def shard(module: nn.Module, mesh: Any, *, offload: bool = False) -> None:
     """
     base = unwrap(module)
     policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    for block in _blocks(base):
+    for block in blocks_of(base):
         fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
     fully_shard(base, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     for part in _units(module):
@@ -43,7 +43,7 @@ def _read(base: nn.Module, **inputs: Any) -> Tensor:
     return hidden if hidden._base is None else hidden.clone()  # FSDP follows the tensor it is given; some families return a view
 
 
-def _blocks(base: nn.Module) -> list[nn.Module]:
+def blocks_of(base: nn.Module) -> list[nn.Module]:
     """The transformer's blocks: the outermost list of modules in the backbone."""
     lists = (part for part in backbone(base).modules() if isinstance(part, nn.ModuleList))
     return list(next(lists, []))

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,25 @@ def versions() -> dict[str, str]:
             if name == "accord":  # run from its source, not installed
                 found[name] = accord.__version__
     return found
+
+
+def conditions() -> dict[str, str]:
+    """What must be the same for a resume to be exact to the bit: versions, threads, ranks and the processor that computes."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if torch.cuda.is_available():
+        processor = torch.cuda.get_device_name()
+    else:
+        processor = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+    return versions() | {"threads": str(torch.get_num_threads()), "ranks": str(ranks), "processor": processor}
+
+
+def changed(before: Mapping[str, str]) -> list[str]:
+    """What of `before` (earlier `conditions()`) is another now, as "torch 2.11 → 2.13"."""
+    now = conditions()
+    return [f"{name} {value} → {now.get(name, 'none')}" for name, value in before.items() if value != now.get(name)]
 
 
 def git_commits() -> dict[str, str]:
@@ -58,11 +78,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def describe(stage: str, started: str) -> dict[str, Any]:
-    """Everything of this module in one dictionary, for the head of config.yaml."""
+def describe(identity: Mapping[str, str]) -> dict[str, Any]:
+    """Everything of this module in one dictionary, for the head of config.yaml, after what tells the run from others."""
     return {
-        "stage": stage,
-        "started": started,
+        **identity,
         "versions": versions(),
         "git": git_commits(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",

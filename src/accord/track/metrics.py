@@ -78,6 +78,7 @@ MEANING: dict[str, str] = {
     "ppo/approx_kl": "How far the update moved the policy from the one that sampled.",
     "ppo/ratio_mean": "Mean of new / old probability; far from 1 is too large a step.",
     "ppo/clip_fraction": "Share of tokens where clipping was active.",
+    "ppo/replayed": "Responses of earlier experiences that were learned from again (ppo.replay_buffer).",
     "ppo/response_length": "Tokens per response.",
     "ppo/eos_rate": "Share of responses that the model ended itself.",
     "ppo/repetition": "Share of repeated 4-grams; a rise is a sign of reward hacking.",

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -24,15 +26,24 @@ except ImportError:  # Windows has no flock; then nothing guards against a secon
 State = Literal["new", "resumable", "finished"]
 
 # What a run writes into its folder. Overwriting removes these and nothing else.
-FILES = ("summary.json", "report.html", "metrics.jsonl", "samples.jsonl", "alarms.jsonl", "reward_evaluation.json")
+FILES = (
+    "summary.json",
+    "report.html",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "alarms.jsonl",
+    "journal.jsonl",
+    "reward_evaluation.json",
+)
 FOLDERS = ("checkpoints", "model", "critic", "adapter", "best", "ema", "exports", "tensorboard")
 STAGES = ("sft", "reward", "dpo", "ppo")
 
-# Keys that change where, whether or how visibly a run happens, but none of its numbers: they may differ on resume. So may what an alarm
-# does: a run that it has stopped goes on when the user says otherwise.
+# Keys that change where, whether, when or how visibly things happen, but no weight: they may differ on resume. So may what an alarm
+# does (a run that it has stopped goes on when the user says otherwise), and the number of processes: sums are then rounded otherwise.
 NEUTRAL = (
-    "run.dir", "run.resume", "run.overwrite", "track", "checkpoint", "data.cache", "data.workers", "extends", "ppo.alarms", "ppo.on_alarm",
-    "train.shard", "train.offload",
+    "run.dir", "run.resume", "run.overwrite", "launch", "track", "checkpoint", "export", "eval.at_start", "eval.every_steps",
+    "eval.every_epochs", "eval.every_seconds", "data.cache", "data.workers", "extends", "train.shard", "train.offload", "ppo.alarms",
+    "ppo.on_alarm", "ppo.journal",
 )  # fmt: skip
 # Sections that a stage does not read: a changed PPO setting is no other configuration for a finished SFT.
 UNREAD = {
@@ -50,16 +61,16 @@ _BESIDE = re.compile(r"\..+\.\d+\.tmp")
 class RunFolder:
     """One stage's (or pipeline's) folder. Made by `open_run`; nothing is written before `begin()`.
 
-    `state` is "new", "resumable" (same configuration, no summary.json yet) or "finished". `warnings` are sentences for the
-    user: why a resume cannot be exact. Use it as a context manager, or call `close()`, to give the lock back.
+    `state` is "new", "resumable" (same configuration, no summary.json yet) or "finished". Use it as a context manager, or call
+    `close()`, to give the lock back.
     """
 
-    def __init__(self, folder: Path, stage: str, config: Any, state: State, *, overwrite: bool, warnings: Sequence[str]) -> None:
+    def __init__(self, folder: Path, stage: str, config: Any, state: State, *, overwrite: bool) -> None:
         self.folder = folder
         self.stage = stage
         self.config = config
         self.state: State = state
-        self.warnings = tuple(warnings)
+        self.identity: dict[str, str] = {}  # after `begin()`: what tells this run from others
         self._overwrite = overwrite
         self._lock: int | None = None
 
@@ -80,6 +91,10 @@ class RunFolder:
     @property
     def alarms_path(self) -> Path:
         return self.folder / "alarms.jsonl"
+
+    @property
+    def journal_path(self) -> Path:
+        return self.folder / "journal.jsonl"
 
     @property
     def summary_path(self) -> Path:
@@ -132,7 +147,7 @@ class RunFolder:
             raise ConfigError(_unwritable(self.folder, error.strerror or str(error))) from error
         self._lock = _take_lock(self.folder)
         try:
-            state, about, _ = _inspect(self.folder, self.stage, plain_config(self.config), self._overwrite)
+            state, about = _inspect(self.folder, self.stage, plain_config(self.config), self._overwrite)
             if state != self.state:
                 raise ConfigError(
                     f"{self.folder}: another process has used this folder meanwhile (it was {self.state}, it is {state}). Start again."
@@ -141,8 +156,10 @@ class RunFolder:
                 self._clear()
             self._sweep()
             self.summary_path.unlink(missing_ok=True)  # a finished pipeline that gets more stages is not finished meanwhile
-            started = about.get("started") if self.state == "resumable" else None
-            self._write_config(started or datetime.now().astimezone().isoformat(timespec="seconds"))
+            before = about if self.state == "resumable" else {}
+            started = before.get("started") or datetime.now().astimezone().isoformat(timespec="seconds")
+            self.identity = {"stage": self.stage, "started": started, "id": before.get("id") or secrets.token_hex(8)}
+            self._write_config()
         except BaseException:
             self.close()
             raise
@@ -193,9 +210,9 @@ class RunFolder:
             if _BESIDE.fullmatch(path.name):
                 _remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
-    def _write_config(self, started: str) -> None:
+    def _write_config(self) -> None:
         """The resolved configuration as YAML that `accord` can read again; versions and commit as a comment above it."""
-        head = HEAD + json.dumps(describe(self.stage, started), ensure_ascii=False)
+        head = HEAD + json.dumps(describe(self.identity), ensure_ascii=False)
         body = yaml.safe_dump(plain_config(self.config), sort_keys=False, allow_unicode=True, width=120)
         write_atomically(self.config_path, f"{head}\n{body}".encode("utf-8", "backslashreplace"))
 
@@ -204,7 +221,7 @@ class FollowedRun(RunFolder):
     """The folder as a process sees it that is not the main one of its group: the same paths and state; the main one writes."""
 
     def __init__(self, folder: Path, stage: str, config: Any, state: State) -> None:
-        super().__init__(folder, stage, config, state, overwrite=False, warnings=())
+        super().__init__(folder, stage, config, state, overwrite=False)
 
     def begin(self) -> None:
         """Nothing: the main process has taken it."""
@@ -235,7 +252,7 @@ def open_run(config: Any, stage: str, folder: Path | str) -> RunFolder:
     check_writable(folder)
     if (folder / ".lock").exists():
         os.close(_take_lock(folder))
-    state, _, warnings = _inspect(folder, stage, settings, overwrite)
+    state, _ = _inspect(folder, stage, settings, overwrite)
     if not overwrite:
         if resume == "must" and state == "new":
             raise ConfigError(
@@ -246,7 +263,7 @@ def open_run(config: Any, stage: str, folder: Path | str) -> RunFolder:
                 f"{folder}: it holds {'a finished' if state == 'finished' else 'an unfinished'} run and run.resume is never. "
                 "Choose another run.dir, set run.resume=auto to go on with it, or run.overwrite=true to replace it."
             )
-    return RunFolder(folder, stage, config, state, overwrite=overwrite, warnings=warnings)
+    return RunFolder(folder, stage, config, state, overwrite=overwrite)
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -342,17 +359,17 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-def _inspect(folder: Path, stage: str, config: dict[str, Any], overwrite: bool) -> tuple[State, dict[str, Any], list[str]]:
-    """(state, head of the saved configuration, warnings) of the folder as it is now. Raises ConfigError for another configuration."""
+def _inspect(folder: Path, stage: str, config: dict[str, Any], overwrite: bool) -> tuple[State, dict[str, Any]]:
+    """(state, head of the saved configuration) of the folder as it is now. Raises ConfigError for another configuration."""
     if not _is_run(folder):
         left = [name for name in ("config.yaml", *FILES, *FOLDERS) if (folder / name).exists()]
         if left:  # overwriting removes whole folders: never in one that is not known to be a run
             raise ConfigError(
                 f"{folder}: it is not the folder of a run but has {', '.join(left)} in it. Choose another run.dir, or move these away."
             )
-        return "new", {}, []
+        return "new", {}
     if overwrite:
-        return "new", {}, []
+        return "new", {}
     saved, about = read_config(folder)
     if about.get("stage") not in (None, stage):
         raise ConfigError(
@@ -361,15 +378,14 @@ def _inspect(folder: Path, stage: str, config: dict[str, Any], overwrite: bool) 
         )
     differing = differing_keys(saved, config, stage, in_pipeline=_is_pipeline(folder.parent))
     if differing:
-        shown = "; ".join(f"{key} is {_short(old)} there and {_short(now)} here" for key, old, now in differing[:8])
-        more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
+        shown = "\n".join(f"  {key} is {_short(old)} there and {_short(now)} here" for key, old, now in differing)
         raise ConfigError(
-            f"{folder}: it holds a run of another configuration: {shown}{more}. Use the same values to go on with it, "
-            "choose another run.dir, or set run.overwrite=true to replace it."
+            f"{folder}: it holds a run of another configuration:\n{shown}\nUse the same values to go on with it, choose another run.dir, "
+            f"or set run.overwrite=true to replace it. What may differ: {', '.join(NEUTRAL)}."
         )
     if (folder / "summary.json").exists():
-        return "finished", about, []
-    return "resumable", about, _changed_versions(about)
+        return "finished", about
+    return "resumable", about
 
 
 def _is_run(folder: Path) -> bool:
@@ -383,14 +399,6 @@ def _is_run(folder: Path) -> bool:
 
 def _is_pipeline(folder: Path) -> bool:
     return _is_run(folder) and read_config(folder)[1].get("stage") == "pipeline"
-
-
-def _changed_versions(about: Mapping[str, Any]) -> list[str]:
-    from accord.track.environment import versions
-
-    before, now = about.get("versions") or {}, versions()
-    changed = [f"{name} {before[name]} → {now.get(name, 'none')}" for name in before if before[name] != now.get(name)]
-    return [f"this run was started with other versions ({', '.join(changed)}): the rest may not be exact."] if changed else []
 
 
 def _is_below(key: str, names: Sequence[str]) -> bool:
@@ -461,8 +469,9 @@ def _take_lock(folder: Path) -> int:
         ) from None
     except OSError:
         return lock  # a file system without locks: go on unguarded rather than not at all
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, _me().encode(), 0)
+    with suppress(OSError):  # a full disk: the lock holds without a name in it, and what is to be written next says so
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, _me().encode(), 0)
     return lock
 
 

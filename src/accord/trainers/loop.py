@@ -7,6 +7,7 @@ import math
 import random
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accord.engine.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from accord.engine.checkpoint import Checkpoints
 from accord.engine.ranks import Ranks, join, together
-from accord.errors import AccordError, ConfigError, Interrupted, NonFiniteError
-from accord.models.sharded import whole
+from accord.errors import ConfigError, Interrupted, NonFiniteError
+from accord.track.environment import changed, conditions
 from accord.track.files import plain, write_atomically
 from accord.track.run import FollowedRun, RunFolder, open_run
 from accord.track.tracker import NoTracker, Tracker
@@ -57,7 +58,7 @@ class Trainer(Protocol):
         """Everything that resuming needs: tensors by file, and JSON."""
         ...
 
-    def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None: ...
+    def load_state(self, tensors: dict[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None: ...
 
     def save(self, folder: Path) -> None:
         """A loadable model as it is now, LoRA merged."""
@@ -109,20 +110,41 @@ def open_together(config: Config, stage: str, folder: Path) -> RunFolder:
 def _run(trainer: Trainer, run: RunFolder, ranks: Ranks) -> dict[str, Any]:
     config = trainer.config
     ranks.ask_main(run.begin)
-    start, notes, watch = 0, _Notes(), Watch(trainer)
-    if run.state == "resumable" and (checkpoint := _checkpoint(run, ranks)) is not None:
-        state = checkpoint.state
-        trainer.load_state({name: checkpoint.tensors(name) for name in state["files"]}, state["trainer"])
-        start, notes = checkpoint.step, _Notes(**state["notes"])
-        watch.load_state(state.get("alarms"))
+    saving = config.checkpoint
     with (
-        _tracker(trainer, run, start) if ranks.is_main else NoTracker() as tracker,
+        Checkpoints(run.checkpoints, run.identity, keep_last=saving.keep_last, asynchronous=saving.asynchronous) as checkpoints,
         _Signals() as signals,
     ):
-        for warning in run.warnings:
-            tracker.note(warning)
-        if start:
-            tracker.note(f"going on from step {start} of {trainer.total_steps}")
+        summary = _train(trainer, run, checkpoints, signals, ranks)
+        checkpoints.wait()
+        trainer.export(run.folder)
+        ranks.ask_main(lambda: run.finish(summary))
+        if ranks.any(bool(signals.received)):  # in the last step or since: a pipeline must not begin its next stage
+            raise Interrupted(
+                f"{signals.name or 'a signal'} came as {trainer.stage} ended; it is finished. Start the same command again to go on."
+            )
+    return summary
+
+
+def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: _Signals, ranks: Ranks) -> dict[str, Any]:
+    """All steps from the last checkpoint on; the summary."""
+    config = trainer.config
+    start, notes, watch = 0, _Notes(), Watch(trainer)
+    told: list[str] = []
+    if run.state == "resumable":
+        if (checkpoint := checkpoints.latest()) is None:
+            told.append("this run has no checkpoint yet: it begins again at step 1")
+        else:
+            start, state = checkpoint.step, checkpoint.state
+            trainer.load_state({name: checkpoint.tensors(name) for name in checkpoint.names}, state["trainer"])
+            notes = _Notes(**state["notes"])
+            watch.load_state(state["alarms"])
+            told.append(f"going on from step {start} of {trainer.total_steps}")
+            if differing := changed(state["conditions"]):
+                told.append(f"not exact to the bit from here on, since this has changed: {', '.join(differing)}")
+    with _tracker(trainer, run, start) if ranks.is_main else NoTracker() as tracker:
+        for line in told:
+            tracker.note(line)
         triggers = _Triggers(trainer, ranks)
         if start == 0 and config.eval.at_start:
             _evaluate(trainer, run, tracker, notes, watch, 0)
@@ -147,40 +169,26 @@ def _run(trainer: Trainer, run: RunFolder, ranks: Ranks) -> dict[str, Any]:
                 _evaluate(trainer, run, tracker, notes, watch, step)
             if triggers.export(step):
                 trainer.save(run.exports / f"step-{step}")
-            stopping = ranks.any(bool(signals.received))
-            if not last and (triggers.checkpoint(step) or stopping or watch.stopping):
-                _save(trainer, run, tracker, notes, watch, step, ranks)
-            if watch.stopping and not last:  # after the last step there is nothing left to stop
+            due, interrupted = triggers.checkpoint(step), ranks.any(bool(signals.received))
+            if ranks.any(checkpoints.failed):
+                checkpoints.wait()  # raises what went wrong in the background
+            if last:  # nothing is left to be saved or stopped
+                break
+            if due or interrupted or watch.stopping:
+                _save(trainer, checkpoints, tracker, notes, watch, step)
+            if interrupted or watch.stopping:
+                checkpoints.wait()
+            if watch.stopping:
                 raise watch.stopped()
-            if stopping and not last:
+            if interrupted:
                 raise Interrupted(
                     f"stopped by {signals.name or 'a signal'} after step {step} of {trainer.total_steps}. Start the same command again to go on."
                 )
-        summary = _summary(trainer, tracker, notes, watch)
-    trainer.export(run.folder)
-    ranks.ask_main(lambda: run.finish(summary))
-    return summary
+        return _summary(trainer, tracker, notes, watch)
 
 
 def _tracker(trainer: Trainer, run: RunFolder, start: int) -> Tracker:
     return Tracker(run, trainer.config.track, trainer.stage, trainer.total_steps, trainer.headline, start)
-
-
-def _checkpoint(run: RunFolder, ranks: Ranks) -> Checkpoint | None:
-    """The newest whole checkpoint. Raises AccordError where a process sees another one than the main process."""
-    found: list[Checkpoint | None] = []
-
-    def newest() -> int | None:
-        found.append(latest_checkpoint(run.checkpoints))
-        return found[0].step if found[0] is not None else None
-
-    step = ranks.ask_main(newest)
-    checkpoint = found[0] if found else latest_checkpoint(run.checkpoints)
-    if (checkpoint.step if checkpoint is not None else None) != step:
-        raise AccordError(
-            f"process {ranks.rank} finds other checkpoints in {run.checkpoints} than the main process. They need one file system."
-        )
-    return checkpoint
 
 
 class _Notes:
@@ -227,19 +235,12 @@ def _evaluate(trainer: Trainer, run: RunFolder, tracker: Tracker | NoTracker, no
 
 
 def _save(
-    trainer: Trainer, run: RunFolder, tracker: Tracker | NoTracker, notes: _Notes, watch: Watch, step: int, ranks: Ranks
+    trainer: Trainer, checkpoints: Checkpoints, tracker: Tracker | NoTracker, notes: _Notes, watch: Watch, step: int
 ) -> None:
-    tracker.sync()
+    tracker.sync()  # what is logged up to here must not be younger on the disk than the checkpoint
     tensors, state = trainer.state()
-    if ranks.world > 1:
-        tensors = {file: {name: whole(tensor) for name, tensor in group.items()} for file, group in tensors.items()}
-    held = {"files": sorted(tensors), "trainer": state, "notes": notes.as_dict(), "alarms": watch.state()}
-    keep_last = trainer.config.checkpoint.keep_last
-
-    def save() -> None:
-        save_checkpoint(run.checkpoints, step, tensors, held, keep_last=keep_last)
-
-    ranks.ask_main(save)
+    loop = {"notes": notes.as_dict(), "alarms": watch.state(), "conditions": conditions()}
+    checkpoints.save(step, tensors, {"trainer": state, **loop})
     tracker.pause()
 
 

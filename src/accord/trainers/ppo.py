@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from accord.trainers.critic import TextCritic, make_critic
 from accord.trainers.loop import run_loop
 from accord.trainers.ppo_answers import Answers, Asked
 from accord.trainers.ppo_best import BestUpdater
+from accord.trainers.ppo_buffer import ReplayBuffer
 from accord.trainers.ppo_experience import (
     Averages,
     Experience,
@@ -47,6 +48,7 @@ from accord.trainers.ppo_experience import (
     score_metrics,
     spread,
 )
+from accord.trainers.ppo_journal import JOURNAL, Journal, Kind, Scored, identity_of, record_of, scored_of
 from accord.trainers.ppo_judge import HeldOutJudge
 from accord.trainers.ppo_models import Reference, check_lengths, check_settings, count_parameters
 from accord.trainers.ppo_rewards import reward_sources
@@ -110,20 +112,30 @@ class PPOTrainer:
         kl = settings.kl
         self.kl_controller = AdaptiveKL(kl.coef, kl.target, kl.horizon) if kl.controller == "adaptive" else FixedKL(kl.coef)
         self.moments = RunningMoments()
+        self.buffer = ReplayBuffer(settings.replay_buffer)
         self.experiences = 0  # made so far: a step is one of them
+        self.journal: Journal | None = None  # what was sampled and scored; `train` keeps that of its run
         self.samples: list[dict[str, Any]] = []
 
     def train(self, run: RunFolder | None = None) -> dict[str, Any]:
         """Run to the end (or go on from the last checkpoint); returns the summary."""
-        return run_loop(self, run)
+        folder = Path(self.config.run.dir) if run is None else run.folder
+        self.journal = Journal(folder / JOURNAL, folder / "checkpoints" if self.settings.journal == "recent" else None)
+        try:
+            return run_loop(self, run)
+        finally:
+            self.journal = None
 
     # -- one iteration -----------------------------------------------------------------------------------------------
 
     def step(self, step: int) -> dict[str, float]:
         """One PPO iteration: sample, score, estimate advantages, improve actor and critic (ALGORITHMS §4)."""
         self.experiences = step - 1
-        prompts = [self.examples.train[i] for i in self.order.batch(step)]
-        return self._improve(self.make_experience(prompts, once=True))
+        return self.improve(self.make_experience(self.prompts(step), once=True))
+
+    def prompts(self, step: int) -> list[Example]:
+        """Those of the experience that is step `step`."""
+        return [self.examples.train[i] for i in self.order.batch(step)]
 
     def learn(
         self, queries: Sequence[Asked | Tensor], responses: Sequence[Sequence[int] | Tensor], scores: Sequence[float]
@@ -138,9 +150,10 @@ class PPOTrainer:
         if len(scores) != len(rollouts) or not all(map(math.isfinite, scores)):
             raise DataError(f"{len(rollouts)} responses need as many finite scores, got {list(scores)}.")
         self.experiences += 1
-        return self._improve(self.weigh(rollouts, ScoreBoard([float(score) for score in scores]), once=True))
+        return self.improve(self.weigh(rollouts, ScoreBoard([float(score) for score in scores]), once=True))
 
-    def _improve(self, experience: Experience) -> dict[str, float]:
+    def improve(self, experience: Experience) -> dict[str, float]:
+        """The second half of an iteration: the update, and the metrics of the whole."""
         stats = self.update(experience)
         metrics = experience.metrics | stats | self.engine.times.close(len(experience))
         metrics["throughput/tokens_per_s"] = metrics["train/tokens"] / metrics["time/step"]
@@ -153,13 +166,28 @@ class PPOTrainer:
         that the very next thing is `update`, and that once: see `_read_whole`.
         """
         self.experiences += 1
-        times = self.engine.times
-        times.start()
-        samples, rounds = self.settings.samples_per_prompt, self.config.train.batch_size
-        rollouts = self.answers.sample(prompts, samples, self.experiences, at_once=rounds)
-        with times("score"):
-            board = combine(self.sources, rollouts.samples)
+        self.engine.times.start()
+        rollouts, board, _ = self.answer("train", self.experiences, prompts, self.settings.samples_per_prompt)
         return self.weigh(rollouts, board, once)
+
+    def answer(self, kind: Kind, number: int, prompts: Sequence[Asked], count: int) -> Scored:
+        """Answers to the prompts, scored: those that the journal has of this very step, else sampled, asked for and recorded there."""
+        request = self.answers.request(prompts, count, number if kind == "train" else 0)  # evaluations share their random numbers
+        journal, main = self.journal, self.policy.ranks.ask_main  # the main process reads and writes it, for all
+        identity: dict[str, str] = {}
+        if journal is not None:
+            rewards = [source.model_dump(mode="json") for source in self.settings.rewards]
+            identity = identity_of(request, self.params, [rewards, self.settings.judge], self.policy.parameters.values())
+            if (record := main(lambda: journal.recall(kind, number, identity))) is not None:
+                return scored_of(record, request, self.answers)
+        rollouts = self.answers.sample(request, at_once=self.config.train.batch_size * count if kind == "train" else None)
+        with self.engine.times("score"):
+            board = combine(self.sources, rollouts.samples)
+            judged = self.judge.scores(rollouts.samples) if kind == "eval" else None
+        scored = Scored(rollouts, board, judged)
+        if journal is not None:
+            main(lambda: journal.write(kind, number, record_of(identity, scored)))
+        return scored
 
     def weigh(self, rollouts: Rollouts, board: ScoreBoard, once: bool = False) -> Experience:
         """Scored answers with what PPO learns from: log-probabilities, values, rewards, advantages."""
@@ -207,13 +235,15 @@ class PPOTrainer:
         )  # fmt: skip
 
     def update(self, experience: Experience) -> dict[str, float]:
-        """`ppo_epochs` passes over the experience in `mini_batches` optimizer steps each; then β for the next one (see also BestUpdater).
+        """`ppo_epochs` passes over the experience (with `replay_buffer` those before it too) in `mini_batches` optimizer steps each; then β
+        for the next one (see also BestUpdater).
 
         Returns the means over everything that was computed: losses as `ppo.aggregation` counts, the rest by tokens.
         """
         if self.best is not None:
             return self.best.update(experience)
         settings, learns, updater = self.settings, self.acting(experience.number), self.updater
+        fresh, experience = experience, self.buffer.join(experience)
         if self.critic is not None:
             self.critic.see(experience.rollouts.samples)
         averages, began = Averages(), time.perf_counter()
@@ -250,7 +280,10 @@ class PPOTrainer:
             if counts["ppo/stopped_early"]:
                 updater.discard()
                 break
-        self.kl_controller.update(experience.kl, episodes=len(experience))
+        if self.buffer.size:
+            counts["ppo/replayed"] = float(len(experience) - len(fresh))
+        self.buffer.add(fresh)
+        self.kl_controller.update(fresh.kl, episodes=len(fresh))
         seconds = time.perf_counter() - began
         self.engine.times.add("train", seconds)
         own_critic = None if self.critic is not None and self.critic.shares_trunk else self.critic
@@ -272,12 +305,13 @@ class PPOTrainer:
         """All responses, read with gradient by actor and critic: where an experience is one optimizer step, the forward that says what
         the sampling policy thought is the forward of the update too, and the ratio is exactly 1.
 
-        None where there are more steps or processes, where the policy does not learn yet, or where the responses are more than one pack: the
-        graphs must stay until the advantages are known, and those of one pack are what `train.max_tokens` allows.
+        None where there are more steps or processes, where earlier experiences are learned from too, where the policy does not learn yet, or
+        where the responses are more than one pack: the graphs must stay until the advantages are known, and those of one pack are what
+        `train.max_tokens` allows.
         """
-        settings = self.settings
-        steps = settings.ppo_epochs * settings.mini_batches
-        if steps > 1 or self.policy.ranks.world > 1 or settings.objective != "clip" or not self.acting(self.experiences):
+        settings, alone = self.settings, self.policy.ranks.world == 1
+        once = settings.ppo_epochs * settings.mini_batches == 1 and not self.buffer.size
+        if not (once and alone and settings.objective == "clip" and self.acting(self.experiences)):
             return None
         batch = self._minibatch(rollouts, range(len(rollouts)))
         if len(batch.packs) > 1:
@@ -343,12 +377,10 @@ class PPOTrainer:
         same = self.engine.generator.dtype in (None, torch.float32) and self.config.train.precision == "float32"
         if largest > LOGPROB_TOLERANCE["float32" if same else "bf16"]:
             log.warning("Sampler and trainer differ by up to %.3g in a token's log-probability (mean %.3g).", largest, mean)
-        flops, seconds = 2 * count_parameters(self.policy) * len(old), max(self.engine.times.seconds["generate"], 1e-9)
-        return {
-            "ppo/sampler_logp_diff_mean": mean,
-            "ppo/sampler_logp_diff_max": largest,
-            "throughput/generate_tflops": flops / seconds / 1e12,
-        }
+        metrics = {"ppo/sampler_logp_diff_mean": mean, "ppo/sampler_logp_diff_max": largest}
+        if seconds := self.engine.times.seconds["generate"]:  # none where the answers came from the journal
+            metrics["throughput/generate_tflops"] = 2 * count_parameters(self.policy) * len(old) / seconds / 1e12
+        return metrics
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -358,12 +390,11 @@ class PPOTrainer:
         if not len(prompts):
             return {}
         began = time.perf_counter()
-        rollouts = self.answers.sample(prompts, 1, 0)
-        board = combine(self.sources, rollouts.samples)
+        rollouts, board, judged = self.answer("eval", step, prompts, 1)
         logprobs, ref, entropy, *_ = self._read_policy(rollouts)
         k1 = rollouts.sum_by_response(logprobs - ref)
         self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
-        return score_metrics(board) | self.judge.metrics(rollouts.samples, self.samples) | rollouts.metrics() | {
+        return score_metrics(board) | self.judge.metrics(judged, self.samples) | rollouts.metrics() | {
             "ppo/kl": float(k1.mean()),
             "ppo/kl_per_token": float((logprobs - ref).double().mean()),
             "ppo/entropy": float(entropy.double().mean()),
@@ -380,19 +411,23 @@ class PPOTrainer:
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, model in models.items():
             tensors |= prefixed(name, model.state_tensors())
+        if self.buffer.kept:
+            tensors["replay_buffer"] = self.buffer.tensors()
         return tensors, {name: model.state() for name, model in models.items()} | {
             "kl_controller": self.kl_controller.state(),
             "moments": self.moments.state(),
             "experiences": self.experiences,
+            "replay_buffer": self.buffer.state(),
         }
 
-    def load_state(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
         self.policy.load_state(unprefixed("policy", tensors), state["policy"])
         if self.critic is not None:
             self.critic.load_state(unprefixed("critic", tensors), state["critic"])
         self.kl_controller.load_state(state["kl_controller"])
         self.moments.load_state(state["moments"])
         self.experiences = state["experiences"]
+        self.buffer.load_state(tensors.get("replay_buffer", {}), state.get("replay_buffer", []))
 
     def save(self, folder: Path) -> None:
         save_trained(self.policy, folder, self.config, self.stage, self.encoder.stop_token_ids)

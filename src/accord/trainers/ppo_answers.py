@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 Asked = Example | Record | Mapping[str, Any] | str  # what may stand for a prompt
 
 
+@dataclass(frozen=True)
+class Request:
+    """R answers to be sampled: what each depends on beside the policy's weights."""
+
+    prompts: list[Prompt]  # [R]
+    prompt_ids: list[list[int]]  # [R]
+    seeds: list[int]  # [R] of the random numbers of each
+    groups: list[int]  # [R] which prompt is meant, from 0
+
+
 class Answers:
     """Rollouts from prompts."""
 
@@ -35,23 +45,28 @@ class Answers:
         self.config, self.settings = config, config.ppo
         self.encoder, self.engine, self.params = encoder, engine, params
 
-    def sample(self, prompts: Sequence[Asked], count: int, experience: int, at_once: int | None = None) -> Rollouts:
-        """`count` answers to each prompt, in rounds of `at_once` prompts.
-
-        An answer depends on its prompt, on the number of the experience and on its place there, not on its neighbours or its round.
-        """
+    def request(self, prompts: Sequence[Asked], count: int, experience: int) -> Request:
+        """`count` answers to each prompt. An answer depends on its prompt, on the number of the experience and on its place there."""
         asked = [self.ask(prompt) for prompt in prompts for _ in range(count)]
         words = self._seeds(experience).generate_state(len(asked), np.uint64).tolist()
+        groups = [i for i in range(len(prompts)) for _ in range(count)]
+        return Request([prompt for prompt, _ in asked], [ids for _, ids in asked], words, groups)
+
+    def sample(self, request: Request, at_once: int | None = None) -> Rollouts:
+        """The answers from the policy as it is now, sampled in rounds of `at_once`: none depends on its neighbours or its round."""
         answers: list[Rollout] = []
-        for start in range(0, len(asked), size := (at_once or len(asked)) * count):
+        for start in range(0, len(request.seeds), size := at_once or len(request.seeds)):
             part = slice(start, start + size)
-            answers += self.engine.generate([ids for _, ids in asked[part]], self.params, seeds=words[part])
-        samples = [
-            self._sample(prompt, ids, answer.token_ids, answer.truncated)
-            for (prompt, ids), answer in zip(asked, answers, strict=True)
-        ]
+            answers += self.engine.generate(request.prompt_ids[part], self.params, seeds=request.seeds[part])
         logprobs = torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float32)
-        return Rollouts(samples, [i for i in range(len(prompts)) for _ in range(count)], logprobs)
+        return self.rollouts(
+            request, [answer.token_ids for answer in answers], [answer.truncated for answer in answers], logprobs
+        )
+
+    def rollouts(self, request: Request, responses: Sequence[list[int]], truncated: Sequence[bool], logprobs: Tensor) -> Rollouts:
+        """Answers to `request` that were sampled, [N] with the sampler's log-probabilities."""
+        samples = list(map(self._sample, request.prompts, request.prompt_ids, responses, truncated))
+        return Rollouts(samples, request.groups, logprobs)
 
     def given(self, queries: Sequence[Asked | Tensor], responses: Sequence[Sequence[int] | Tensor]) -> Rollouts:
         """Answers that were sampled elsewhere; those to equal queries are one group. Raises DataError for what can't be one."""

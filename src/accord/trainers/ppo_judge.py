@@ -28,15 +28,19 @@ class HeldOutJudge:
         if path is not None and not held_out:
             raise ConfigError("ppo.judge: no prompt is held out to judge the answers to. Set data.valid or data.holdout.")
 
-    def metrics(self, samples: Sequence[Sample], shown: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
-        """`ppo/judge`, the mean over the samples, and `ppo/judge_error`, its standard error s/√n (0 for a single sample).
-
-        `shown` are the rows of the first samples for samples.jsonl: each gets its own `judge`. Raises AccordError naming the sample
-        that the function fails on.
-        """
+    def scores(self, samples: Sequence[Sample]) -> list[float] | None:
+        """[R] what the samples are worth; None without a judge. Raises AccordError naming the sample that the function fails on."""
         if self.function is None or not samples:
+            return None
+        return join().ask_main(partial(self.function.score, samples))
+
+    def metrics(self, scores: Sequence[float] | None, shown: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
+        """`ppo/judge`, the mean of `scores`, and `ppo/judge_error`, its standard error s/√n (0 for a single sample).
+
+        `shown` are the rows of the first samples for samples.jsonl: each gets its own `judge`.
+        """
+        if scores is None:
             return {}
-        scores = join().ask_main(partial(self.function.score, samples))
         for row, score in zip(shown, scores, strict=False):
             row["judge"] = score
         spread = float(np.std(scores, ddof=1)) if len(scores) > 1 else 0.0

@@ -22,6 +22,7 @@ from accord.engine.generate.native import LANES, Kernels, kernels
 from accord.engine.generate.projection import Placement, Projection, can_pack, is_projection, renewed
 from accord.engine.generate.spec import DecoderSpec, LayerSpec, Norm, NoSpecError
 from accord.models.packed import SegmentLayout
+from accord.models.precision import check_bfloat16
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -63,6 +64,7 @@ class Decoder:
         weight = spec.embed.weight
         self.device = weight.device
         self.dtype = dtype or weight.dtype
+        check_bfloat16(self.dtype, self.device)
         if placement is None:
             placement = "packed" if can_pack(self.dtype, self.device) else "shared" if self.dtype == weight.dtype else "copied"
         self.placement = placement

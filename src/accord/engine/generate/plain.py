@@ -23,6 +23,7 @@ from accord.engine.generate.requests import check_lengths, params_of_each, seeds
 from accord.engine.generate.sampling import RowSampling, check_numbers, choose, uniforms
 from accord.engine.generate.types import OnToken, Rollout, SamplingParams
 from accord.models.heads import context_length
+from accord.models.precision import check_bfloat16
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one forward
 _SMALL_PREFILL = 512  # below this many tokens a forward costs more than the padding it would save
@@ -44,6 +45,8 @@ class PlainGenerator:
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.dtype = dtype
+        weight = next(module.parameters())
+        check_bfloat16(dtype or weight.dtype, weight.device)
         base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
         self._config = base.config.get_text_config()
         accepted = inspect.signature(base.forward).parameters

@@ -1,0 +1,50 @@
+"""What can't be started on several processes, each refused by a function named as the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from accord.config.messages import Refusal
+
+if TYPE_CHECKING:
+    from accord.config.root import Config
+
+
+def the_number_of_processes_is_said_once(config: Config) -> Iterator[Refusal]:
+    launch = config.launch
+    if launch.type == "ray" and launch.processes != 1:
+        yield Refusal(
+            ("launch", "processes"), "is for launch.type=local. With ray set launch.ray.workers, the number of all processes."
+        )
+
+
+def the_mesh_holds_all_processes(config: Config) -> Iterator[Refusal]:
+    launch = config.launch
+    mesh = launch.mesh
+    if mesh.tensor > 1:
+        yield Refusal(("launch", "mesh", "tensor"), f"{mesh.tensor}: tensor parallelism is not built yet. Set it to 1.")
+    total = launch.ray.workers if launch.type == "ray" else launch.processes
+    if isinstance(total, int) and isinstance(mesh.data, int) and mesh.data * mesh.tensor != total:
+        key = "launch.ray.workers" if launch.type == "ray" else "launch.processes"
+        yield Refusal(
+            ("launch", "mesh", "data"),
+            f"{mesh.data} × tensor {mesh.tensor} are {mesh.data * mesh.tensor} processes, {key} is {total}. Leave it at auto.",
+        )
+
+
+def standard_input_is_read_by_one_process(config: Config) -> Iterator[Refusal]:
+    if config.launch.type == "local" and config.launch.processes == 1:
+        return
+    for key in ("train", "valid"):
+        if any(source.path == "-" for source in getattr(config.data, key) or ()):
+            yield Refusal(
+                ("data", key), "standard input can't be read by several processes. Write the rows to a file and name it."
+            )
+
+
+LAUNCH_RULES: tuple[Callable[[Config], Iterator[Refusal]], ...] = (
+    the_number_of_processes_is_said_once,
+    the_mesh_holds_all_processes,
+    standard_input_is_read_by_one_process,
+)

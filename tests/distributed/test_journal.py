@@ -1,0 +1,67 @@
+"""The experience journal in a group: the main process keeps it, and a run that was killed asks nobody twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+
+import pytest
+
+from tests.distributed.group import finish, said, start
+from tests.rewards.services import serving
+from tests.trainers.ppo_setup import PROMPTS, settings
+from tests.trainers.test_ppo_journal import digests, timeless
+
+PROGRAM = """
+import json, os, signal, sys
+import torch
+from accord.config import Config
+from accord.trainers.ppo import PPOTrainer
+torch.set_num_threads(1)
+weigh = PPOTrainer.weigh
+def dies(self, *arguments, **options):
+    if self.experiences == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return weigh(self, *arguments, **options)
+PPOTrainer.weigh = dies
+with PPOTrainer(Config(**json.load(open(sys.argv[1])))) as trainer:
+    trainer.train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["never", "always"])
+def test_two_processes_that_are_killed_after_scoring_use_the_scores_again(tiny_folder, tmp_path, shard):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    asked: Counter[str] = Counter()
+
+    def answer(request, number):
+        texts = [sample["response"] for sample in request["samples"]]
+        asked.update(texts)
+        return 200, {"scores": [len(text) % 7 for text in texts]}
+
+    def run(name: str, url: str, dies_at: int) -> list[int]:
+        changes = {
+            "data": {"train": str(prompts)},
+            "train": {"batch_size": 2, "max_steps": 5, "shard": shard},
+            "checkpoint": {"every_steps": 2},
+            "ppo": {"rewards": [{"type": "remote", "url": url}], "replay_buffer": 1},
+        }
+        config = tmp_path / f"{name}.json"
+        config.write_text(json.dumps(settings(tiny_folder("llama"), tmp_path / name, changes).to_dict()))
+        logs = tmp_path / f"logs-{name}-{dies_at}"
+        codes = finish(start(2, ["-c", PROGRAM, str(config), str(dies_at)], logs), logs)
+        assert (0 in codes) == (dies_at == 99), said(logs)
+        return codes
+
+    with serving(answer) as service:
+        run("whole", service.url, 99)
+        whole = Counter(asked)
+        asked.clear()
+        assert -signal.SIGKILL in run("cut", service.url, 4)
+        run("cut", service.url, 99)
+    assert asked == whole
+    assert digests(tmp_path / "whole/model") == digests(tmp_path / "cut/model") != {}
+    assert timeless(tmp_path / "whole") == timeless(tmp_path / "cut")
