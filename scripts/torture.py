@@ -189,7 +189,8 @@ def torture(
         run = folder / f"killed-{rounds}"
         os.environ["ACCORD_CACHE"] = str(folder / f"cache-{rounds}")  # to be written anew, and killed while it is
         while True:
-            life = start(command(stage, model, run, steps), processes, log)
+            saving = f"checkpoint.asynchronous={rng.choice(['true', 'false'])}"
+            life = start([*command(stage, model, run, steps), saving], processes, log)
             if sum(hit.values()) < kills:
                 moment = rng.choice(MOMENTS)
                 wait_for(moment, life, run, seconds, rng)
