@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from accord.errors import PeerLost
 from tests.distributed.group import Job, alone, answers, finish, said, start
 
 KINDS = ["sft", "reward", "dpo", "ppo"]
@@ -113,9 +114,9 @@ if __name__ == "__main__":
     ("where", "codes", "texts"),
     [
         ("main", [2, 2], ["rows.jsonl:3  no such column"] * 2),
-        ("outside", [1, 1], ["ZeroDivisionError", "the main process has failed: ZeroDivisionError"]),
+        ("outside", [1, PeerLost.exit_code], ["ZeroDivisionError", "the main process has failed: ZeroDivisionError"]),
         ("agreeing", [2, 2], ["the prompt is empty"] * 2),
-        ("one", [1, 2], ["another process of this run has stopped", "only here"]),
+        ("one", [PeerLost.exit_code, 2], ["another process of this run has stopped", "only here"]),
     ],
 )
 def test_an_error_in_one_process_ends_all_with_its_reason(where, codes, texts, tmp_path):
@@ -135,6 +136,6 @@ def test_a_killed_process_hangs_nobody(tmp_path):
         time.sleep(0.2)
     time.sleep(1)
     processes[1].send_signal(signal.SIGKILL)
-    assert processes[0].wait(300) == 1
+    assert processes[0].wait(300) == PeerLost.exit_code
     finish(processes, tmp_path)
     assert "another process of this run has stopped" in (tmp_path / "0.log").read_text()
