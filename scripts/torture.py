@@ -128,10 +128,8 @@ def wait(life: list[Any], log: Path) -> list[int]:
     """The exit codes of all. Where one has failed the others have a minute, as whoever starts a group gives them. Raises RuntimeError
     where all hang."""
     end = time.monotonic() + LIFE
-    while any(process.exitcode is None for process in life):
-        multiprocessing.connection.wait(
-            [process.sentinel for process in life if process.exitcode is None], end - time.monotonic()
-        )
+    while running := [process.sentinel for process in life if process.exitcode is None]:
+        multiprocessing.connection.wait(running, end - time.monotonic())
         failed = any(process.exitcode for process in life)
         if failed:
             end = min(end, time.monotonic() + OTHERS)
