@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from accord.config.root import merge
-from accord.errors import AccordError, Interrupted
+from accord.errors import AccordError, DataError, Interrupted
 from accord.trainers import ppo_journal
 from accord.trainers.ppo import PPOTrainer
 from accord.trainers.ppo_journal import Journal, fingerprint, record_of, scored_of
@@ -230,6 +232,15 @@ def test_the_weights_digest_sees_one_step_of_the_smallest_learning_rate(tiny_fol
     assert before != fingerprint(ppo.policy.parameters.values())
 
 
+def record(score: float = 0.0) -> dict:
+    """Of one step with an answer of two tokens and one of one."""
+    return {
+        "identity": {}, "prompts": ["p.jsonl:1", "p.jsonl:2"], "responses": [[7, 2], [8]], "truncated": [False, True],
+        "logprobs": base64.b64encode(np.array([-0.5, -0.25, -1.0], "<f4").tobytes()).decode(), "scores": {"a": [score, 1.0]},
+        "total": [float(score), 1.0], "token_rewards": [[0.0, 1.0], [2.0]], "failures": 0, "judge": [0.5, 0.5],
+    }  # fmt: skip
+
+
 # -- the file ------------------------------------------------------------------------------------------------------------------
 
 
@@ -250,17 +261,58 @@ def test_a_torn_line_is_cut_off_and_a_damaged_one_is_named(tmp_path, caplog):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     for step in (1, 2, 3):
-        journal.write("train", step, {"identity": {}, "value": step})
-    path.write_bytes(path.read_bytes().replace(b'"value":2', b'"value":7') + b'{"blake2b": "torn')
+        journal.write("train", step, record(step))
+    path.write_bytes(path.read_bytes().replace(b'"total":[2.0,1.0]', b'"total":[7.0,1.0]') + b'{"blake2b": "torn')
     with caplog.at_level(logging.WARNING):
         again = Journal(path)
         assert [again.read("train", step) is not None for step in (1, 2, 3)] == [True, False, True]
     assert len(caplog.messages) == 1 and "journal.jsonl:2: this record is damaged" in caplog.text
-    again.write("train", 4, {"identity": {}, "value": 4})
+    again.write("train", 4, record(4))
     assert b"torn" not in path.read_bytes()
-    assert Journal(path).read("train", 4)["value"] == 4 and Journal(path).steps() == [1, 3, 4]
-    again.write("train", 3, {"identity": {}, "value": 33})
-    assert Journal(path).read("train", 3)["value"] == 33  # the newest counts
+    assert Journal(path).read("train", 4)["total"][0] == 4 and Journal(path).steps() == [1, 3, 4]
+    again.write("train", 3, record(33))
+    assert Journal(path).read("train", 3)["total"][0] == 33  # the newest counts
+
+
+def of_bytes(*numbers: float, cut: int = 0) -> str:
+    data = np.array(numbers, "<f4").tobytes()
+    return base64.b64encode(data[: len(data) - cut]).decode()
+
+
+ODD = {
+    "kind": ["test", ["train"], None], "step": ["1", [1], 1.5, -1, True], "identity": ["x", {"weights": 1}, None],
+    "prompts": [["one"], [1, 2]], "responses": [[[7, 2]], [[7, 2], []], [[7], [8]], [[7, -2], [8]], [[7, 2.5], [8]], ["ab", "c"]],
+    "truncated": [[True], ["no", "yes"]], "total": [[1.0], [1.0] * 3, ["1", "2"], [math.nan, 1.0], [1e39, 0.0], [10**400, 1], None, {}],
+    "scores": [[], {"a": [1.0]}, {"a": [math.inf, 1.0]}], "token_rewards": [[[0.0], [2.0]], [[0.0, math.nan], [2.0]]],
+    "logprobs": [3, "!!!", of_bytes(-1, -1), of_bytes(-1, -1, -1, cut=1), of_bytes(-1, math.nan, -1)], "failures": ["x", -1],
+    "judge": [[0.5], [math.nan, 0.5]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_record_of_another_form_is_not_used_though_its_checksum_fits(tmp_path, caplog, name):
+    """Written by hand or by another version: named, and its step sampled again."""
+    for value in [*ODD[name], "absent"]:
+        path = tmp_path / "journal.jsonl"
+        path.unlink(missing_ok=True)
+        Journal(path).write("train", 1, record())
+        changed = {"kind": "train", "step": 2, **record(), name: value}
+        if value == "absent":
+            del changed[name]
+        path.write_bytes(
+            path.read_bytes() + json.dumps({"blake2b": ppo_journal._digest(changed), "record": changed}).encode() + b"\n"
+        )
+        caplog.clear()
+        assert Journal(path).steps() == [1], value
+        assert len(caplog.messages) == 1 and "journal.jsonl:2: this record is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("responses", [[[7, 2]], [[7, 2], [10**30]], [[7, 2], [8], [9]]])
+def test_answers_that_cannot_be_those_to_the_prompts_are_refused(tiny_folder, tmp_path, responses):
+    ppo = trainer(tiny_folder("llama"), tmp_path / "run")
+    request = ppo.answers.request([ppo.examples.train[i] for i in range(2)], 1, 1)
+    with pytest.raises(DataError, match=r"record of step 3 has no 2 responses of token ids below 512.*Remove journal.jsonl"):
+        scored_of({"step": 3, **record(), "responses": responses}, request, ppo.answers)
 
 
 def test_the_record_is_on_the_disk_before_it_is_used_and_a_full_disk_is_said(tmp_path, monkeypatch):
@@ -268,7 +320,7 @@ def test_the_record_is_on_the_disk_before_it_is_used_and_a_full_disk_is_said(tmp
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle)))
     journal = Journal(path)
-    journal.write("train", 1, {"identity": {}})
+    journal.write("train", 1, record())
     assert path.stat().st_ino in synced and tmp_path.stat().st_ino in synced
 
     def full(handle):
@@ -276,9 +328,9 @@ def test_the_record_is_on_the_disk_before_it_is_used_and_a_full_disk_is_said(tmp
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(AccordError, match=r"journal.jsonl: cannot write it \(No space left on device\). Free some space"):
-        journal.write("train", 2, {"identity": {}})
+        journal.write("train", 2, record())
     monkeypatch.setattr(os, "fsync", fsync)
-    journal.write("train", 3, {"identity": {}})
+    journal.write("train", 3, record())
     assert Journal(path).steps() == [1, 3]
 
 
@@ -292,11 +344,11 @@ def test_what_no_checkpoint_comes_back_to_is_forgotten(tmp_path):
             for kept in (step - 2, step - 1):
                 (tmp_path / "checkpoints" / f"step-{kept:08d}").mkdir(parents=True)
         for kind in ("train", "eval"):
-            journal.write(kind, step, {"identity": {}, "value": step})
-            whole.write(kind, step, {"identity": {}, "value": step})
+            journal.write(kind, step, record(step))
+            whole.write(kind, step, record(step))
         for reader in (journal, Journal(tmp_path / "journal.jsonl")):
             assert reader.steps() == list(range(max(1, step - 1), step + 1))
-            assert reader.read("eval", step)["value"] == step
+            assert reader.read("eval", step)["total"][0] == step
     assert whole.steps() == list(range(1, 10))
     assert not list(tmp_path.glob(".*.tmp"))
 

@@ -133,7 +133,7 @@ def combine(sources: Sequence[Source], samples: Sequence[Sample]) -> ScoreBoard:
             _check_count(source, len(own), samples)
             for i, (sample, score) in enumerate(zip(samples, own, strict=True)):
                 total[i] += _weighted(source, score, sample)
-            by_source[source.name] = list(own)
+            by_source[source.name] = [float(score) for score in own]
     return ScoreBoard(total, by_source, failures, per_token)
 
 

@@ -99,11 +99,16 @@ class Answers:
             raise DataError("ppo.old_logprobs=sampler needs the sampler's log-probabilities. Use ppo.old_logprobs=recompute.")
         return Rollouts(samples, groups, None)
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has."""
+        return int(self.engine.model.inner.config.get_text_config().vocab_size)
+
     def _token_ids(self, tokens: Sequence[int] | Tensor, name: str) -> list[int]:
         if isinstance(tokens, Tensor):
             tokens = tokens.flatten().tolist()
         ids = list(tokens) if isinstance(tokens, Sequence) else []
-        size = self.engine.model.inner.config.get_text_config().vocab_size
+        size = self.vocabulary
         if not ids or not all(type(token) is int and 0 <= token < size for token in ids):
             raise DataError(f"a {name} is at least one token id from 0 to {size - 1:,}, not {tokens!r:.60}.")
         return ids

@@ -12,15 +12,16 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from accord.engine.checkpoint import checkpoint_steps
-from accord.errors import AccordError
-from accord.rewards.base import ScoreBoard
+from accord.errors import AccordError, DataError
+from accord.rewards.base import LARGEST, ScoreBoard
 from accord.track.files import parse_line, sync_folder
 
 if TYPE_CHECKING:
@@ -36,6 +37,42 @@ JOURNAL = "journal.jsonl"  # in a run's folder
 PROBED = 64  # elements of each parameter in the digest of the weights
 NAMES = {"prompts": "other prompts", "sampling": "other random numbers or sampling settings", "rewards": "other reward sources",
          "weights": "other weights of the policy"}  # fmt: skip
+
+
+Natural = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Reward = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+
+
+class RecordForm(BaseModel):
+    """The form of a record. What has another was written by hand or by another version."""
+
+    model_config = ConfigDict(strict=True)
+    kind: Kind
+    step: Natural
+    identity: Identity
+    prompts: list[str]
+    responses: list[Annotated[list[Natural], Field(min_length=1)]]
+    truncated: list[bool]
+    logprobs: str
+    scores: dict[str, list[Finite]]
+    total: list[Reward]
+    token_rewards: list[list[Reward]] | None
+    failures: Natural
+    judge: list[Finite] | None
+
+    @property
+    def fits_together(self) -> bool:
+        """Whether every response has its numbers, and every token."""
+        lengths = [len(response) for response in self.responses]
+        lists = (self.prompts, self.truncated, self.total, *self.scores.values(), lengths if self.judge is None else self.judge)
+        logprobs = _numbers(self.logprobs)
+        return (
+            all(len(one) == len(lengths) for one in lists)
+            and (self.token_rewards is None or [len(one) for one in self.token_rewards] == lengths)
+            and len(logprobs) == sum(lengths)
+            and bool(np.isfinite(logprobs).all())
+        )
 
 
 class Scored(NamedTuple):
@@ -201,18 +238,34 @@ def record_of(identity: Identity, scored: Scored) -> dict[str, Any]:
 
 
 def scored_of(record: dict[str, Any], request: Request, answers: Answers) -> Scored:
-    """What was written, again: `request` is what the answers were sampled for."""
-    logprobs = np.frombuffer(base64.b64decode(record["logprobs"]), "<f4").astype(np.float32)
-    rollouts = answers.rollouts(request, record["responses"], record["truncated"], torch.from_numpy(logprobs))
+    """What was written, again: `request` is what the answers were sampled for. Raises DataError where they can't be answers to it."""
+    responses, size = record["responses"], answers.vocabulary
+    if len(responses) != len(request.prompts) or max(map(max, responses), default=0) >= size:
+        raise DataError(
+            f"{JOURNAL}: the record of step {record['step']} has no {len(request.prompts)} responses of token ids below {size:,}: "
+            f"it was changed by hand. Remove {JOURNAL} from the run's folder to have the step sampled and scored again."
+        )
+    logprobs = torch.from_numpy(_numbers(record["logprobs"]))
+    rollouts = answers.rollouts(request, responses, record["truncated"], logprobs)
     board = ScoreBoard(record["total"], record["scores"], record["failures"], record["token_rewards"])
     return Scored(rollouts, board, record["judge"])
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record on a line whose checksum fits, else None."""
+    """The record on a line whose checksum and form fit, else None."""
     row = parse_line(line)
     record = None if row is None else row.get("record")
-    return record if isinstance(record, dict) and row is not None and row.get("blake2b") == _digest(record) else None
+    if row is None or not isinstance(record, dict) or row.get("blake2b") != _digest(record):
+        return None
+    try:
+        return record if RecordForm.model_validate(record).fits_together else None
+    except ValueError:
+        return None
+
+
+def _numbers(text: str) -> np.ndarray:
+    """Those that base64 of little-endian float32 stands for. Raises ValueError where it stands for none."""
+    return np.frombuffer(base64.b64decode(text, validate=True), "<f4").astype(np.float32)
 
 
 def _digest(value: dict[str, Any] | Sequence[Any]) -> str:
