@@ -206,6 +206,17 @@ def test_what_counts_as_equal():
     assert not compare({"a": 1.0}, {"a": 1.00002}, 1e-5)[0].equal
 
 
+@pytest.mark.parametrize("logged", [float("nan"), float("inf"), "x", [1], True, 10**400])
+def test_a_logged_value_that_is_no_number_differs(logged):
+    (metric,) = compare({"a": logged}, {"a": 1.0}, 1e-5)
+    assert not metric.equal and metric.logged is None
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "inf", "1e400", "-1"])
+def test_a_tolerance_is_a_finite_number(tmp_path, tolerance):
+    assert accord("replay", tmp_path, "--step", 1, f"--tolerance={tolerance}") == 2
+
+
 def test_the_worst_are_those_with_the_largest_advantage_and_the_largest_kl():
     samples = [{"advantage": a, "kl": k} for a, k in ((1.0, 0.0), (-3.0, 1.0), (0.5, 9.0), (2.0, 3.0))]
     assert [(row["why"], row["advantage"]) for row in worst_samples(samples, 1)] == [(["advantage"], -3.0), (["kl"], 0.5)]

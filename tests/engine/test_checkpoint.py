@@ -349,3 +349,14 @@ def test_the_manifest_is_readable(tmp_path: Path):
     folder = save_checkpoint(tmp_path, 12, tensors(), STATE, keep_last=1)
     manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
     assert manifest["step"] == 12 and set(manifest["files"]) == {*SHARDS, "state.json"}
+
+
+def test_one_of_another_format_says_so_and_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_VERSION", 1)
+        save_checkpoint(tmp_path, 2, tensors(), {}, keep_last=1)
+    with pytest.raises(
+        AccordError, match="has format 1, this version of accord reads format 2: go on with the version"
+    ) as raised:
+        latest_checkpoint(tmp_path)
+    assert "damaged" not in str(raised.value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accord.commands.inference import quiet
+from accord.errors import ConfigError
+from accord.track.files import plain
 
 if TYPE_CHECKING:
     from accord.trainers.ppo_replay import Replay
@@ -16,13 +19,15 @@ if TYPE_CHECKING:
 
 def replay(run: str, step: int, tolerance: float, worst: int, as_json: bool) -> int:
     """Print the comparison, as tables or as JSON; 0 where all metrics are equal within `tolerance`, 1 where one is not."""
+    if not math.isfinite(tolerance):
+        raise ConfigError(f"--tolerance {tolerance}: expected a finite number from 0 on, such as 1e-5.")
     quiet()
     from accord.trainers.ppo_replay import replay_step
 
     result = replay_step(Path(run), step, tolerance, say=lambda text: print(text, file=sys.stderr))
     samples = worst_samples(result.samples, worst)
     if as_json:
-        print(json.dumps(as_object(result, samples, tolerance), ensure_ascii=False, indent=2))
+        print(json.dumps(plain(as_object(result, samples, tolerance)), ensure_ascii=False, indent=2, allow_nan=False))
     else:
         _print(result, samples, tolerance)
     return 1 if result.differing else 0

@@ -238,8 +238,12 @@ def _open(folder: Path, step: int, run: Mapping[str, Any] | None = None) -> Chec
         manifest = sealed["manifest"]
         if _seal(manifest) != sealed["blake2b"]:
             raise _Unusable("is damaged (manifest.json does not fit its checksum)")
-        if manifest["version"] != _VERSION or manifest["step"] != step:
-            raise _Unusable("is damaged (manifest.json belongs to another step or version)")
+        if manifest["version"] != _VERSION:
+            raise _Unusable(
+                f"has format {manifest['version']}, this version of accord reads format {_VERSION}: go on with the version that saved it"
+            )
+        if manifest["step"] != step:
+            raise _Unusable(f"is damaged (manifest.json belongs to step {manifest['step']})")
         theirs = manifest["run"]
         if run is not None and theirs != dict(run):
             keys = [key for key in {**theirs, **run} if theirs.get(key) != run.get(key)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accord.errors import Interrupted
+from accord.errors import ConfigError, Interrupted
 from accord.launch.environment import free_port, threads_for, worker_environment
 from accord.launch.process import LINGER_S, PassedOn, Worker, told
 
@@ -19,11 +19,21 @@ if TYPE_CHECKING:
     from accord.config import Config, Launch
 
 LOOPBACK = "127.0.0.1"
+MOST_PER_CORE = 8
 
 
 def number_of_processes(settings: Launch) -> int:
-    """`launch.processes` as a number; auto counts GPUs (in a process of its own, for the parent needs no torch)."""
+    """`launch.processes` as a number; auto counts GPUs (in a process of its own, for the parent needs no torch).
+
+    Raises ConfigError for more than this machine could start: before the first one, for so many would take it down.
+    """
     if settings.processes != "auto":
+        most = MOST_PER_CORE * (os.cpu_count() or 1)
+        if settings.processes > most:
+            raise ConfigError(
+                f"launch.processes: {settings.processes:,} processes are too many for the {os.cpu_count()} cores of this machine. Set it "
+                f"to the number of its GPUs (auto), without GPUs to that of its cores; at most {most}."
+            )
         return settings.processes
     counted = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True, check=True
@@ -43,6 +53,8 @@ def run_local(config: Config, command: Sequence[str], processes: int) -> int:
     with tempfile.TemporaryDirectory(prefix="accord-launch-") as scratch, PassedOn() as signals:
         try:
             for rank in range(processes):
+                if signals.received:  # before all are started: those that are would wait for the others
+                    raise Interrupted("interrupted")
                 environment = os.environ | worker_environment(rank, processes, rank, processes, LOOPBACK, port, threads)
                 log = logs / f"rank-{rank}.log" if rank else None
                 workers.append(Worker(rank, command, environment, Path(scratch), log))

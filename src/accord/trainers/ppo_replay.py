@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,8 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
     run, a step that it has not logged, or one that no checkpoint and the journal lead to.
     """
     folder, saved, about = ppo_run(folder)
-    logged = {row["step"]: row for row in read_lines(folder / "metrics.jsonl") if row.get("split") == "train"}
+    rows = read_lines(folder / "metrics.jsonl")
+    logged = {row["step"]: row for row in rows if row.get("split") == "train" and type(row.get("step")) is int}
     if step not in logged:
         has = f"it has steps {min(logged)} to {max(logged)}" if logged else "it has none"
         raise ConfigError(f"--step {step}: {folder / 'metrics.jsonl'} has no such step; {has}.")
@@ -135,10 +137,16 @@ def compare(logged: Mapping[str, Any], replayed: Mapping[str, Any], tolerance: f
     names = [name for name in dict.fromkeys((*logged, *replayed)) if name not in RESERVED and not name.startswith(MEASURED)]
     compared = []
     for name in names:
-        a, b = logged.get(name), plain(replayed.get(name))
+        a, b = _finite(logged.get(name)), _finite(replayed.get(name))
         near = a is not None and b is not None and math.isclose(a, b, rel_tol=tolerance, abs_tol=ABSOLUTE)
         compared.append(Compared(name, a, b, near or (a is None and b is None and (name in logged) == (name in replayed))))
     return compared
+
+
+def _finite(value: Any) -> float | None:
+    """The number that a log can hold; None for anything else (a line changed by hand may have a text, or more digits than a float)."""
+    value = plain(value)
+    return float(value) if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
 
 
 def _checkpoint_before(folder: Path, step: int, journal: Journal, notes: list[str]) -> Checkpoint | None:
@@ -154,11 +162,13 @@ def _checkpoint_before(folder: Path, step: int, journal: Journal, notes: list[st
     start = 0 if found is None else found.step
     missing = sorted(set(range(start + 1, step + 1)) - set(recorded))
     if missing:
+        unusable = "".join(f"\n{note}" for note in notes)
         records = f"steps {recorded[0]} to {recorded[-1]}" if recorded else "no step"
         raise ConfigError(
             f"--step {step}: it takes a checkpoint before it and the record of every step from there on. {folder / 'checkpoints'} has "
             f"{_listed(present)}, {journal.path} has {records}; step {missing[0]} is missing. A run keeps more with checkpoint.keep_last=10 "
             "and checkpoint.every_steps (checkpoints), and ppo.journal=all (records); all may be set for the rest of an unfinished run."
+            f"{unusable}"
         )
     return found
 
