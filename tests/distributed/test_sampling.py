@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import build_tiny
 from tests.distributed.group import Job, answers
 from tests.distributed.sampling import do
 
@@ -41,3 +42,42 @@ def test_every_way_gives_the_answers_of_one_process(tiny_folder, tmp_path):
             assert_same_answers(result, wanted)
         for result in found[len(ways) :]:
             assert_same_answers(result, one)
+
+
+def test_every_way_holds_what_it_is_to_hold(tiny_folder, tmp_path):
+    """Bytes: all weights are P numbers, of which R in the root and B in each of two blocks, M of these in matrices."""
+    model = tiny_folder("llama")
+    ways = [GATHERED, BY_ONE, BY_TWO, SPLIT]
+    module = build_tiny("llama")
+    blocks = [4 * sum(p.numel() for p in block.parameters()) for block in module.model.layers]
+    matrices = 4 * sum(p.numel() for p in module.model.layers.parameters() if p.dim() == 2)
+    head = 4 * module.lm_head.weight.numel()
+    whole = 4 * sum(p.numel() for p in module.parameters())
+    root = whole - sum(blocks)
+    slot = 2 * 2 * 2 * 64 * 8 * 4  # keys and values · layers · key-value heads · tokens · head dimension · bytes
+    for gathered, by_one, by_two, split in answers(2, [job(model, way, "held") for way in ways], tmp_path, WORKER):
+        assert gathered == {"weights": whole // 2 + whole, "copies": matrices + head, "cache": 3 * slot}
+        assert by_one == {"weights": whole // 2 + root + blocks[0], "copies": 0, "cache": 3 * slot}
+        assert by_two == {"weights": whole // 2 + whole, "copies": 0, "cache": 3 * slot}
+        assert split == {"weights": whole // 2 + root, "copies": matrices // 2, "cache": 6 * slot // 2}
+
+
+def test_an_error_in_one_process_ends_the_sampling_of_all(tiny_folder, tmp_path):
+    model = tiny_folder("llama")
+    for found in answers(2, [job(model, way, "failing") for way in (BY_ONE, SPLIT)], tmp_path, WORKER):
+        assert found == ["no room here"] * 2
+
+
+def test_what_cannot_be_shared_is_refused_with_the_numbers(tiny_folder, tmp_path):
+    odd = {"engine": {"inference_tp_size": 3}}
+    jobs = [
+        job(tiny_folder("llama"), odd, "refused"),
+        job(tiny_folder("olmo2"), SPLIT, "refused"),
+        job(tiny_folder("bloom"), BY_ONE, "refused"),
+        job(tiny_folder("bloom"), SPLIT, "refused"),
+    ]
+    for uneven, olmo, groups, split in answers(2, jobs, tmp_path, WORKER):
+        assert "inference_tp_size=3 does not divide the number of processes, 2. Set it to one of [1, 2]" in uneven
+        assert "all heads together (OLMo 2)" in olmo
+        assert "Bloom" in groups and "Set engine.pin_parameters=true" in groups
+        assert "Bloom" in split and "Set engine.inference_tp_size=1" in split
