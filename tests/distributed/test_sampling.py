@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 
+from accord.config.root import merge
+from accord.engine.generate.decoder import Decoder
+from accord.engine.generate.lockstep import Lockstep
+from accord.engine.generate.spec import decoder_spec
+from accord.engine.ranks import Ranks
+from accord.errors import ConfigError
+from accord.models.sharded import LayerGroups
 from tests.conftest import build_tiny
 from tests.distributed.group import Job, answers
 from tests.distributed.sampling import do
@@ -81,3 +88,62 @@ def test_what_cannot_be_shared_is_refused_with_the_numbers(tiny_folder, tmp_path
         assert "all heads together (OLMo 2)" in olmo
         assert "Bloom" in groups and "Set engine.pin_parameters=true" in groups
         assert "Bloom" in split and "Set engine.inference_tp_size=1" in split
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "size", "match"),
+    [
+        (
+            "llama",
+            {},
+            3,
+            r"inference_tp_size=3: this model has 4 attention heads, which 3 processes can't share evenly. Set it to 1, or",
+        ),
+        ("llama", {}, 4, r"has 2 key-value heads, which 4 processes.*Set it to 1 or 2, or use engine.pin_parameters=false"),
+        ("llama", {"intermediate_size": 63}, 2, r"has 63 numbers in the MLP of layer 0, which 2 processes"),
+    ],
+)
+def test_heads_and_widths_that_do_not_divide_are_refused(family, changes, size, match):
+    module = build_tiny(family, **changes)
+    spec = decoder_spec(module)
+    with pytest.raises(ConfigError, match=match):
+        Decoder(spec, module, lockstep=Lockstep(Ranks(0, size), LayerGroups(module, 8), tensor_parallel=True))
+
+
+@pytest.mark.slow
+def test_every_family_is_divided_and_gathered_by_groups(tiny_folder, tmp_path):
+    families = ["qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "opt", "gpt_neox"]
+    wanted = [do(job(tiny_folder(family), WHOLE)) for family in families]
+    jobs = [job(tiny_folder(family), way) for way in (BY_ONE, SPLIT) for family in families]
+    for found in answers(2, [*jobs, job(tiny_folder("olmo2"), BY_ONE)], tmp_path, WORKER):
+        for result, one in zip(found, [*wanted, *wanted, do(job(tiny_folder("olmo2"), WHOLE))], strict=True):
+            assert_same_answers(result, one)
+
+
+@pytest.mark.slow
+def test_adapters_and_another_type_are_sampled_alike(tiny_folder, tmp_path):
+    """float16, because a CPU packs it in no way: copies of a group are those of the whole."""
+    model = tiny_folder("llama")
+    lora = {"model": {"lora": {"rank": 4}}}
+    narrow = {"engine": {"dtype": "float16"}}
+    wanted, rounded = do(job(model, merge(WHOLE, lora))), do(job(model, merge(WHOLE, narrow)))
+    jobs = [job(model, merge(way, lora)) for way in (BY_ONE, SPLIT)]
+    for one, two, three in answers(2, [*jobs, job(model, merge(BY_ONE, narrow))], tmp_path, WORKER):
+        assert_same_answers(one, wanted)
+        assert_same_answers(two, wanted)
+        assert_same_answers(three, rounded)
+
+
+@pytest.mark.slow
+def test_four_processes_as_two_pairs_and_as_one_group(tiny_folder, tmp_path):
+    """Heads and key-value heads are four, so that four processes can share them."""
+    model = tiny_folder("llama", num_key_value_heads=4)
+    wanted, one = do(job(model, WHOLE)), do(job(model, WHOLE, prompts=1))
+    four = {"engine": {"inference_tp_size": 4}}
+    jobs = [job(model, way) for way in (GATHERED, BY_ONE, SPLIT, four)]
+    jobs += [job(model, way, prompts=1) for way in (GATHERED, BY_ONE, SPLIT, four)]
+    for found in answers(4, jobs, tmp_path / "group", WORKER):
+        for result in found[:4]:
+            assert_same_answers(result, wanted)
+        for result in found[4:]:
+            assert_same_answers(result, one)
