@@ -69,6 +69,21 @@ def test_every_objective_and_every_critic_is_divided_alike(tiny_folder, reward_r
     compare([job(tiny_folder("llama"), tmp_path, changes) for changes in which], tmp_path / "group")
 
 
+@pytest.mark.slow
+def test_a_step_is_the_same_however_answers_are_sampled(tiny_folder, tmp_path):
+    ways = [
+        {"pin_parameters": False, "tp_gather_partition_size": 1},
+        {"inference_tp_size": 2},
+        {"inference_tp_size": 2, "release_inference_cache": True},
+    ]
+    plain = job(tiny_folder("llama"), tmp_path, {})
+    wanted = alone([plain])[0]
+    jobs = [set_shard({**plain, "changes": {**plain["changes"], "engine": way}}, "always") for way in ways]
+    for found in answers(2, jobs, tmp_path / "group"):
+        for one in found:
+            assert_alike(one, wanted)
+
+
 @pytest.fixture(scope="module")
 def reward_run(tiny_folder, tmp_path_factory) -> Any:
     run = tmp_path_factory.mktemp("reward") / "run"

@@ -138,16 +138,35 @@ def test_max_out_tokens_is_the_limit(make):
 
 
 @pytest.mark.parametrize(
-    "key,value,cure",
+    "engine,match",
     [
-        ("inference_tp_size", 2, "Set it to 1"),
-        ("pin_parameters", False, "Leave it true"),
-        ("tp_gather_partition_size", 4, "Leave it out"),
+        (
+            {"inference_tp_size": 2, "pin_parameters": False},
+            r"engine.pin_parameters.*does nothing with engine.inference_tp_size=2",
+        ),
+        (
+            {"tp_gather_partition_size": 4},
+            r"engine.tp_gather_partition_size.*does nothing while all weights are gathered at once",
+        ),
+        ({"pin_parameters": False, "enable_cuda_graph": True}, r"engine.enable_cuda_graph.*is not recorded"),
+        ({"enabled": False, "inference_tp_size": 2}, r"engine.inference_tp_size.*does nothing with engine.enabled=false"),
     ],
 )
-def test_sharded_keys_are_refused_with_the_cure(tiny_folder, tmp_path, key, value, cure):
-    with pytest.raises(ConfigError, match=f"engine.{key}.*training on several processes, which Accord does not do yet.*{cure}"):
-        settings(tiny_folder("llama"), tmp_path, {"engine": {key: value}})
+def test_sampling_in_lockstep_is_one_way_or_another(tiny_folder, tmp_path, engine, match):
+    with pytest.raises(ConfigError, match=match):
+        settings(tiny_folder("llama"), tmp_path, {"engine": engine})
+
+
+@pytest.mark.parametrize(
+    "engine,match",
+    [
+        ({"pin_parameters": False}, r"engine.pin_parameters=false.*every process holds the whole model.*train.shard=always"),
+        ({"inference_tp_size": 2}, r"engine.inference_tp_size=2 does not divide the number of processes, 1.*start 2 processes"),
+    ],
+)
+def test_one_process_samples_with_nobody_in_lockstep(make, engine, match):
+    with pytest.raises(ConfigError, match=match):
+        make({"engine": engine})
 
 
 def test_settings_of_an_engine_that_is_off_are_refused(tiny_folder, tmp_path):

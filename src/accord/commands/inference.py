@@ -81,6 +81,9 @@ def load_speaker(model: str, config: Config) -> Speaker:
     own: Any = getattr(getattr(loaded.module, "generation_config", None), "eos_token_id", None)
     stop = dict.fromkeys([*encoder.stop_token_ids, *(own if isinstance(own, list) else [] if own is None else [own])])
     params = SamplingParams.from_settings(config.generate, stop)
+    for key in ("inference_tp_size", "pin_parameters"):
+        if getattr(config.engine, key) != type(config.engine).model_fields[key].default:
+            raise ConfigError(f"engine.{key}={getattr(config.engine, key)}: this command samples in one process. Leave it out.")
     generator = make_generator(loaded.module, loaded.tokenizer, config.engine)
     return Speaker(model, loaded.path, loaded.module, encoder, generator, params)
 

@@ -207,15 +207,27 @@ def centring_is_for_pairs(config: Config) -> Iterator[Refusal]:
 
 
 @rule
-def one_process_shards_nothing(config: Config) -> Iterator[Refusal]:
+def sampling_in_lockstep_is_one_way_or_another(config: Config) -> Iterator[Refusal]:
     engine = config.engine
-    several = "is for training on several processes, which Accord does not do yet"
-    if engine.inference_tp_size > 1:
-        yield Refusal(("engine", "inference_tp_size"), f"{engine.inference_tp_size} {several}. Set it to 1.")
-    if not engine.pin_parameters:
-        yield Refusal(("engine", "pin_parameters"), f"false {several}: the weights are whole. Leave it true.")
-    if engine.tp_gather_partition_size != 8:
-        yield Refusal(("engine", "tp_gather_partition_size"), f"{engine.tp_gather_partition_size} {several}. Leave it out.")
+    split, by_groups = engine.inference_tp_size > 1, not engine.pin_parameters
+    if split and by_groups:
+        yield Refusal(
+            ("engine", "pin_parameters"),
+            f"false does nothing with engine.inference_tp_size={engine.inference_tp_size}: each process keeps its part of the layers. "
+            "Leave it true, or set engine.inference_tp_size=1.",
+        )
+    if not (split or by_groups) and engine.tp_gather_partition_size != 8:
+        yield Refusal(
+            ("engine", "tp_gather_partition_size"),
+            f"{engine.tp_gather_partition_size} does nothing while all weights are gathered at once. Leave it out, or set "
+            "engine.pin_parameters=false or engine.inference_tp_size.",
+        )
+    if (split or by_groups) and engine.enable_cuda_graph:
+        yield Refusal(
+            ("engine", "enable_cuda_graph"),
+            "a step that several processes take together is not recorded. Set it to false, or leave engine.pin_parameters and "
+            "engine.inference_tp_size out.",
+        )
 
 
 @rule
@@ -223,7 +235,10 @@ def what_is_off_has_no_settings(config: Config) -> Iterator[Refusal]:
     engine = config.engine
     if engine.enabled:
         return
-    for key in ("max_slots", "max_out_tokens", "release_inference_cache", "enable_cuda_graph"):
+    for key in (
+        "max_slots", "max_out_tokens", "release_inference_cache", "enable_cuda_graph",
+        "inference_tp_size", "pin_parameters", "tp_gather_partition_size",
+    ):  # fmt: skip
         if getattr(engine, key) != type(engine).model_fields[key].default:
             yield Refusal(("engine", key), "does nothing with engine.enabled=false. Leave it out, or set engine.enabled=true.")
 

@@ -409,9 +409,19 @@ class Engine(Section):
     release_inference_cache: bool = Field(
         default=False, description="Give cache and copied weights back before training; they are made anew for every batch."
     )
-    inference_tp_size: Count = Field(default=1, description="Processes that share one copy of the weights while sampling.")
-    pin_parameters: bool = Field(default=True, description="Sharded training: keep the gathered weights while sampling.")
-    tp_gather_partition_size: Count = Field(default=8, description="Sharded training: layers gathered at a time.")
+    inference_tp_size: Count = Field(
+        default=1,
+        description="PPO on several processes: so many share one copy of the layers while sampling (tensor parallel), each with its part of "
+        "the heads, the MLP and the cache. It divides the number of processes, heads, key-value heads and MLP width.",
+    )
+    pin_parameters: bool = Field(
+        default=True,
+        description="PPO with sharded weights: true, they are whole in every process while sampling; false, layers are gathered a group at a "
+        "time in every step, which takes little memory and much sending.",
+    )
+    tp_gather_partition_size: Count = Field(
+        default=8, description="Layers gathered at a time, with pin_parameters=false or inference_tp_size above 1."
+    )
     enable_cuda_graph: bool = Field(default=False, description="Record the decoding step as CUDA graphs.")
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from accord.engine.generate import Rollout, SamplingParams, make_generator
+from accord.engine.generate.lockstep import Lockstep
 from accord.engine.trained import StepInfo, TrainedModel
+from accord.errors import ConfigError
+from accord.models.sharded import LayerGroups
 
 if TYPE_CHECKING:
     from accord.config.sections import Engine
@@ -36,10 +39,15 @@ class HybridEngine:
     """
 
     def __init__(self, model: TrainedModel, settings: Engine) -> None:
+        """Raises ConfigError for what these processes, or this model, can't do."""
         self.model = model
-        with model.gathered():
-            self.generator = make_generator(model.module, model.tokenizer, settings, model.compute_dtype)
+        self.lockstep = in_lockstep(model, settings)
+        with self._weights():
+            self.generator = make_generator(model.module, model.tokenizer, settings, model.compute_dtype, self.lockstep)
         self.times = TimeSplit()
+
+    def _weights(self) -> AbstractContextManager[None]:
+        return self.model.gathered() if self.lockstep is None else self.lockstep.groups.open()
 
     def eval(self) -> None:
         """To sampling: no dropout."""
@@ -58,16 +66,17 @@ class HybridEngine:
     ) -> list[Rollout]:
         """Answers from the weights as they are now. The time counts as `generate`; renewing copies, as `gather`.
 
-        In a group each process answers its share of the prompts, with weights that are whole everywhere: one whose answers end early waits
-        for the others' answers, not they for it.
+        In a group each process answers its share of the prompts. With weights that are whole everywhere (`engine.pin_parameters`) one whose
+        answers end early waits for the others' answers; else it takes part in the others' steps. With `engine.inference_tp_size` it is so many
+        processes that answer a share together.
         """
-        ranks = self.model.ranks
-        own = [number for number, counts in ranks.turns(len(prompts)) if counts]
+        ranks, size = self.model.ranks, self._sharing
+        own = list(range(ranks.rank // size, len(prompts), ranks.world // size))
         if isinstance(params, Sequence):
             params = [params[number] for number in own]
         with ExitStack() as stack:
             with self.times("gather"):
-                stack.enter_context(self.model.gathered())
+                stack.enter_context(self._weights())
                 if self.model.lockstep:
                     self.generator.refresh()  # what was gathered anew shows no trace of a change
                 self.generator.prepare()
@@ -78,7 +87,13 @@ class HybridEngine:
                     seeds=None if seeds is None else [seeds[number] for number in own],
                 )
             with self.times("generate"):
-                return ranks.collect(dict(zip(own, found, strict=True)), Rollout([], [], "stop"), len(prompts))
+                first = dict(zip(own, found, strict=True)) if ranks.rank % size == 0 else {}
+                return ranks.collect(first, Rollout([], [], "stop"), len(prompts))
+
+    @property
+    def _sharing(self) -> int:
+        """Processes that answer the same prompts."""
+        return self.lockstep.ranks.world if self.lockstep is not None and self.lockstep.tensor_parallel else 1
 
     def step(self) -> StepInfo:
         """The optimizer's step; the sampler's copies are out of date afterwards."""
@@ -86,6 +101,28 @@ class HybridEngine:
         if not info.skipped:
             self.generator.refresh()
         return info
+
+
+def in_lockstep(model: TrainedModel, settings: Engine) -> Lockstep | None:
+    """How the processes sample `model` together; None: each by itself, with whole weights. Raises ConfigError for what can't be."""
+    size, world = settings.inference_tp_size, model.ranks.world
+    if size == 1 and settings.pin_parameters:
+        return None
+    groups = LayerGroups(model.module, settings.tp_gather_partition_size)
+    if size == 1:
+        if not model.lockstep:
+            raise ConfigError(
+                "engine.pin_parameters=false: there is nothing to gather, since every process holds the whole model. "
+                "Start several processes with train.shard=always, or leave it true."
+            )
+        return Lockstep(model.ranks, groups, tensor_parallel=False)
+    if world % size:
+        fitting = [n for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"engine.inference_tp_size={size} does not divide the number of processes, {world}. Set it to one of {fitting}, "
+            f"or start {size} processes or a multiple."
+        )
+    return Lockstep(model.ranks.neighbours(size), groups, tensor_parallel=True)
 
 
 class TimeSplit:

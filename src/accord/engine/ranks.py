@@ -31,8 +31,9 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Ranks:
     """What one process of a group of `world` can do with the others. A process alone (world 1) exchanges nothing."""
 
-    def __init__(self, rank: int = 0, world: int = 1, store: Any = None) -> None:
-        self.rank, self.world, self._store = rank, world, store
+    def __init__(self, rank: int = 0, world: int = 1, store: Any = None, group: Any = None) -> None:
+        """`group`: the process group of a part of the run (`neighbours`), which has no main process to ask."""
+        self.rank, self.world, self._store, self._group = rank, world, store, group
         self._asked = 0
         self._mesh: Any = None
 
@@ -50,6 +51,15 @@ class Ranks:
             kind = "cuda" if torch.cuda.is_available() else "cpu"
             self._mesh = init_device_mesh(kind, (self.world,), mesh_dim_names=("data",))
         return self._mesh
+
+    def neighbours(self, size: int) -> Ranks:
+        """The `size` processes of consecutive numbers that this one is among, as a group of their own. All processes have to ask at once."""
+        own = None
+        for first in range(0, self.world, size):
+            group = torch.distributed.new_group(list(range(first, first + size)), timeout=TIMEOUT)
+            if first <= self.rank < first + size:
+                own = group
+        return Ranks(self.rank % size, size, group=own)
 
     # -- dividing work -----------------------------------------------------------------------------------------------
 
@@ -92,14 +102,21 @@ class Ranks:
         """Add the processes' tensors up, in place."""
         if self.world > 1:
             with _translated():
-                torch.distributed.all_reduce(tensor)
+                torch.distributed.all_reduce(tensor, group=self._group)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
         """The largest of the processes' numbers, in place."""
         if self.world > 1:
             with _translated():
-                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor, in place."""
+        if self.world > 1:
+            with _translated():
+                torch.distributed.broadcast(tensor, group=self._group, group_src=0)
         return tensor
 
     def any(self, flag: bool) -> bool:

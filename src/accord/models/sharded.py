@@ -90,6 +90,49 @@ def gathered(module: nn.Module) -> Iterator[None]:
         reshard(module)
 
 
+class LayerGroups:
+    """The blocks of a sharded model, `size` of them whole at a time. Every method is for all processes; none is needed where nothing is sharded."""
+
+    def __init__(self, module: nn.Module, size: int) -> None:
+        self.size, self.module = size, module
+        self.blocks: list[Any] = blocks_of(unwrap(module)) if is_sharded(module) else []
+        self._whole: list[Any] = []
+
+    def gather(self, first: int) -> None:
+        """Bring blocks `first` … first + size - 1 together; those of another group are given back before."""
+        self.free()
+        with torch.inference_mode(False), torch.no_grad():  # training could not use what is made in inference mode
+            for block in self.blocks[first : first + self.size]:
+                self._whole.append(block)
+                block.unshard()
+
+    def free(self) -> None:
+        """Give the group back that is whole now."""
+        with torch.inference_mode(False):
+            while self._whole:
+                self._whole.pop().reshard()
+
+    def pass_through(self) -> None:
+        """All groups in turn, for the other processes' sake."""
+        for first in range(0, len(self.blocks), self.size):
+            self.gather(first)
+        self.free()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, the embeddings, the last norm and the head are whole, and blocks where `gather` says so. No gradient."""
+        if not self.blocks:
+            yield
+            return
+        reshard(self.module)
+        unwrap(self.module).unshard()
+        try:
+            yield
+        finally:
+            self._whole.clear()
+            reshard(self.module)
+
+
 @contextmanager
 def whole_weights(module: nn.Module, keep: bool) -> Iterator[None]:
     """Inside, in the process that `keep`s them, the parameters are plain tensors on the CPU, as if nothing were divided: to be written.

@@ -9,20 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers.pytorch_utils import Conv1D
 
 from accord.engine.generate.attention import DecodeAttention, prompt_attention
 from accord.engine.generate.kv_cache import KeyValueCache
+from accord.engine.generate.lockstep import Lockstep, divide
 from accord.engine.generate.native import LANES, Kernels, kernels
-from accord.engine.generate.projection import Placement, Projection, can_pack, is_projection, renewed
+from accord.engine.generate.projection import Placement, Projection, Slice, can_pack, is_projection, renewed
 from accord.engine.generate.spec import DecoderSpec, LayerSpec, Norm, NoSpecError
 from accord.models.packed import SegmentLayout
 from accord.models.precision import check_bfloat16
+
+if TYPE_CHECKING:
+    from accord.engine.ranks import Ranks
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -54,19 +59,36 @@ class Decoder:
 
     `dtype`: what it computes in; None: the module's own. On a CPU the weights are copied into oneDNN's layout (`placement` packed); elsewhere
     they are copied only where the type differs. `refresh()` renews copies, `release()` frees them.
+
+    `lockstep`: every forward, and every renewal of copies, is one of several ranks together. By groups of layers there are no copies but, in
+    another type, that of the group which is computed; tensor parallel each rank copies its part of the layers. The head is whole everywhere.
     """
 
     def __init__(
-        self, spec: DecoderSpec, module: nn.Module, dtype: torch.dtype | None = None, placement: Placement | None = None
+        self,
+        spec: DecoderSpec,
+        module: nn.Module,
+        dtype: torch.dtype | None = None,
+        placement: Placement | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        """Raises NoSpecError for parts that it can't apply."""
-        self.spec, self.module = spec, module
+        """Raises NoSpecError for parts that it can't apply, ConfigError for those that the ranks can't share."""
+        self.module, self.whole_spec = module, spec
+        self.split = lockstep.ranks if lockstep is not None and lockstep.tensor_parallel else None
+        self.groups = None if lockstep is None else lockstep.groups
+        if self.split is not None:
+            spec = divide(spec, self.split.world, {n: _inputs(layer.down) for n, layer in enumerate(spec.layers)})
+        self.spec = spec
         weight = spec.embed.weight
         self.device = weight.device
         self.dtype = dtype or weight.dtype
         check_bfloat16(self.dtype, self.device)
+        in_place: Placement = "shared" if self.dtype == weight.dtype else "copied"
+        of_head = in_place if lockstep is not None else placement
         if placement is None:
-            placement = "packed" if can_pack(self.dtype, self.device) else "shared" if self.dtype == weight.dtype else "copied"
+            placement = "packed" if can_pack(self.dtype, self.device) else in_place if self.split is None else "copied"
+        if lockstep is not None and self.split is None:
+            placement = in_place
         self.placement = placement
         linear = [part for layer in spec.layers for part in (*layer.qkv, layer.out, *layer.up, layer.down)] + [spec.head]
         for part in linear:
@@ -76,8 +98,9 @@ class Decoder:
             if layer.activation not in _ACTIVATIONS:
                 raise NoSpecError(f"its activation {layer.activation} is not known")
         self.native = kernels(self.dtype, self.device, spec.head_dim, spec.heads // spec.key_value_heads)
-        self.layers = [_Layer(layer, spec, self.dtype, placement, self.native) for layer in spec.layers]
-        self.head = Projection((spec.head,), self.dtype, placement)
+        self.layers = [_Layer(layer, spec, self.dtype, placement, self.native, self.split) for layer in spec.layers]
+        self.head = Projection((spec.head,), self.dtype, of_head or placement)
+        self._here: list[_Layer] = []  # whose group is whole
         self.final_norm = _Norm(spec.final_norm, self.dtype, self.native)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._seen: list[Any] = []
@@ -95,16 +118,20 @@ class Decoder:
     @property
     def copied_bytes(self) -> int:
         """Memory of the copies, 0 while there are none."""
-        copied = [part for p in self._projections() if p.weight is not None for part in map(_base, p.modules)]
-        return sum(part.weight.numel() for part in copied) * self.dtype.itemsize
+        return sum(projection.copied_bytes for projection in self._projections())
 
     def refresh(self) -> None:
         """Take the weights as they are now. Nothing to do for shared ones; the norms' few numbers are always copied."""
         with torch.no_grad():
-            for projection in self._projections():
-                projection.refresh()
-            for norm in self._norms():
-                norm.refresh()
+            self.head.refresh()
+            self.final_norm.refresh()
+            if self.groups is None or self.split is not None:  # else each group is taken as it comes
+                for number, layer in enumerate(self.layers):
+                    if self.groups is not None and number % self.groups.size == 0:
+                        self.groups.gather(number)
+                    layer.refresh()
+            if self.groups is not None:
+                self.groups.free()
         before, self._seen, self.fresh = self._seen, self._versions(), True
         if self.placement == "shared" and [now[0] for now in self._seen] != [then[0] for then in before]:
             self.moves += 1
@@ -141,13 +168,25 @@ class Decoder:
 
     def _projections(self) -> Iterator[Projection]:
         for layer in self.layers:
-            yield from (layer.qkv, layer.out, layer.up, layer.down)
+            yield from layer.projections
         yield self.head
 
-    def _norms(self) -> Iterator[_Norm]:
-        for layer in self.layers:
-            yield from layer.norms
-        yield self.final_norm
+    def _enter(self, number: int) -> None:
+        """Layer `number` is next: at the first one of a group, that is brought together."""
+        assert self.groups is not None
+        if number % self.groups.size == 0:
+            self._leave()
+            self.groups.gather(number)
+            self._here = self.layers[number : number + self.groups.size]
+            for layer in self._here:
+                layer.refresh()
+
+    def _leave(self) -> None:
+        assert self.groups is not None
+        for layer in self._here:
+            layer.release()
+        self._here = []
+        self.groups.free()
 
     def cache(self) -> KeyValueCache:
         """An empty cache in the layout that it reads."""
@@ -166,8 +205,13 @@ class Decoder:
             name: self._rotation(name, step.positions, cache.capacity) for name in {layer.rotary for layer in spec.layers} if name
         }
         attention = DecodeAttention(step.longest, step.positions[: step.decoding], self.dtype, step.masked)
+        by_groups = self.groups is not None and self.split is None
         for number, layer in enumerate(self.layers):
+            if by_groups:
+                self._enter(number)
             h = layer(number, h, step, cache, attention, rotations.get(layer.spec.rotary or ""))
+        if by_groups:
+            self._leave()
         logits = self.head(self.final_norm(h.index_select(0, step.last))).float()
         if spec.logit_softcap is not None:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
@@ -225,14 +269,25 @@ class _Layer:
     """One block: its projections and norms, and the order in which they are applied."""
 
     def __init__(
-        self, spec: LayerSpec, model: DecoderSpec, dtype: torch.dtype, placement: Placement, native: Kernels | None
+        self,
+        spec: LayerSpec,
+        model: DecoderSpec,
+        dtype: torch.dtype,
+        placement: Placement,
+        native: Kernels | None,
+        split: Ranks | None,
     ) -> None:
         self.spec, self.native = spec, native
         self.heads, self.key_heads, self.head_dim = model.heads, model.key_value_heads, model.head_dim
-        self.qkv = Projection(spec.qkv, dtype, placement)
-        self.out = Projection((spec.out,), dtype, placement)
-        self.up = Projection(spec.up, dtype, placement)
-        self.down = Projection((spec.down,), dtype, placement)
+        of_heads = of_inputs = of_width = sum_ = None
+        if split is not None:  # Megatron's: heads and the MLP's width are divided, and summed when a branch ends
+            fused = len(spec.qkv) == 1 and not spec.interleaved
+            of_heads, of_width = Slice(split.rank, split.world, parts=3 if fused else 1), Slice(split.rank, split.world)
+            of_inputs, sum_ = Slice(split.rank, split.world, inputs=True), split.sum_
+        self.qkv = Projection(spec.qkv, dtype, placement, of_heads)
+        self.out = Projection((spec.out,), dtype, placement, of_inputs, sum_)
+        self.up = Projection(spec.up, dtype, placement, of_width)
+        self.down = Projection((spec.down,), dtype, placement, of_inputs, sum_)
         self.act = _ACTIVATIONS[spec.activation]
         self.gated = len(spec.up) == 2
         self.attention_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm, self.query_norm, self.key_norm = self.norms = [
@@ -241,6 +296,20 @@ class _Layer:
                 spec.attention_norm, spec.post_attention_norm, spec.mlp_norm, spec.post_mlp_norm, spec.query_norm, spec.key_norm,
             )
         ]  # fmt: skip
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.out, self.up, self.down
+
+    def refresh(self) -> None:
+        for projection in self.projections:
+            projection.refresh()
+        for norm in self.norms:
+            norm.refresh()
+
+    def release(self) -> None:
+        for projection in self.projections:
+            projection.release()
 
     def __call__(
         self,
@@ -327,6 +396,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _base(module: nn.Module) -> Any:
     return getattr(module, "base_layer", module)
+
+
+def _inputs(module: nn.Module) -> int:
+    """Numbers that a linear layer reads."""
+    part = _base(module)
+    return int(part.weight.shape[0 if isinstance(part, Conv1D) else 1])
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -9,6 +9,8 @@ Copies are renewed by `refresh()` after the weights have changed; the training w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,23 +23,56 @@ Placement = Literal["shared", "copied", "packed"]
 _ROWS_HINT = 32  # for the packed layout: rows of a decoding step
 
 
-class Projection:
-    """x ↦ x · [W₁; W₂; …]ᵀ + [b₁; b₂; …] of one or more linear modules that read the same input."""
+@dataclass(frozen=True)
+class Slice:
+    """The part of a linear layer that rank `rank` of `count` applies: some outputs, or (`inputs`) what some inputs add to all outputs.
 
-    def __init__(self, modules: tuple[nn.Module, ...], dtype: torch.dtype, placement: Placement) -> None:
-        self.modules, self.dtype, self.placement = modules, dtype, placement
+    `parts`: so many equal blocks of outputs are cut alike (queries, keys and values in one matrix).
+    """
+
+    rank: int
+    count: int
+    inputs: bool = False
+    parts: int = 1
+
+    def of(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Of W [out, in] and b [out]. The first rank adds the whole bias where the ranks' results are summed."""
+        if self.inputs:
+            return weight.chunk(self.count, dim=1)[self.rank], bias if self.rank == 0 else None
+        rows = torch.arange(len(weight), device=weight.device).view(self.parts, self.count, -1)[:, self.rank].flatten()
+        return weight[rows], None if bias is None else bias[rows]
+
+
+class Projection:
+    """x ↦ x · [W₁; W₂; …]ᵀ + [b₁; b₂; …] of one or more linear modules that read the same input.
+
+    `part`: only that of W and b is applied, of a copy. `sum_` adds the results of all ranks up where each has some of the inputs.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        dtype: torch.dtype,
+        placement: Placement,
+        part: Slice | None = None,
+        sum_: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.modules, self.dtype, self.placement, self.part, self.sum_ = modules, dtype, placement, part, sum_
         self.weight: Any = None
         self.bias: Tensor | None = None
+        self.copied_bytes = 0  # of the weight, now
 
     def refresh(self) -> None:
         """Copy the weights as they are now, into the same memory if there is some: what points to it (a CUDA graph) stays right."""
         if self.placement == "shared":
             return
-        weights, biases = zip(*map(merged_weight, self.modules), strict=True)
+        found = map(merged_weight, self.modules)
+        weights, biases = zip(*(pair if self.part is None else self.part.of(*pair) for pair in found), strict=True)
         weight = weights[0].to(self.dtype) if len(weights) == 1 else torch.cat([w.to(self.dtype) for w in weights])
         if any(bias is not None for bias in biases):
             whole = [bias if bias is not None else weight.new_zeros(len(w)) for bias, w in zip(biases, weights, strict=True)]
             self.bias = renewed(self.bias, torch.cat([bias.to(self.dtype) for bias in whole]))
+        self.copied_bytes = weight.numel() * self.dtype.itemsize
         if self.placement == "packed":
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
         else:
@@ -46,8 +81,13 @@ class Projection:
     def release(self) -> None:
         """Free the copies."""
         self.weight = self.bias = None
+        self.copied_bytes = 0
 
     def __call__(self, x: Tensor) -> Tensor:
+        y = self._apply(x)
+        return y if self.sum_ is None else self.sum_(y)
+
+    def _apply(self, x: Tensor) -> Tensor:
         if self.placement == "packed":
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         if self.placement == "copied":
@@ -58,7 +98,7 @@ class Projection:
 
     def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + projection of x."""
-        if self.placement == "packed":
+        if self.placement == "packed" and self.sum_ is None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
         return self(x).add_(residual)
 

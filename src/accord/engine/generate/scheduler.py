@@ -103,8 +103,10 @@ class Scheduler:
         cache: KeyValueCache,
         tokenizer: Any,
         max_slots: int,
+        share: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """`forward`: the decoder's own, or one that replays it."""
+        """`forward`: the decoder's own, or one that replays it. `share` makes what was sampled the same for all ranks (`Lockstep`)."""
+        self.share = share
         self.decoder, self.forward, self.cache, self.tokenizer, self.max_slots = decoder, forward, cache, tokenizer, max_slots
         self.waiting: deque[Request] = deque()
         self.slots = _Slots()
@@ -250,6 +252,8 @@ class Scheduler:
             self._mark_seen()
         u = torch.from_numpy(slots.uniform(n)).to(logits.device)
         chosen, chosen_logprobs = choose(logits, self._sampling, u, seen=self._seen, forbidden=self._forbidden(logits))
+        if self.share is not None:
+            chosen, chosen_logprobs = self.share(chosen, chosen_logprobs)
         if self._seen is not None:
             self._seen.scatter_(1, chosen[:, None], True)
         tokens, chosen_logprobs, rows = chosen.cpu().numpy(), chosen_logprobs.cpu(), np.arange(n)
