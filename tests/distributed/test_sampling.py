@@ -97,7 +97,7 @@ def test_what_cannot_be_shared_is_refused_with_the_numbers(tiny_folder, tmp_path
             "llama",
             {},
             3,
-            r"inference_tp_size=3: this model has 4 attention heads, which 3 processes can't share evenly. Set it to 1, or",
+            r"inference_tp_size=3: this model has 4 attention heads, which 3 processes can't share evenly. Set it to 1 or 2, or",
         ),
         ("llama", {}, 4, r"has 2 key-value heads, which 4 processes.*Set it to 1 or 2, or use engine.pin_parameters=false"),
         ("llama", {"intermediate_size": 63}, 2, r"has 63 numbers in the MLP of layer 0, which 2 processes"),
