@@ -150,7 +150,10 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "cut": (lambda last, other: os.truncate(shard(last), 1000), "has 1000 bytes, not"),
     "flipped": (lambda last, other: flip(shard(last)), "does not fit its checksum"),
     "missing": (lambda last, other: shard(last).unlink(), "can't be read"),
-    "wrong manifest": (lambda last, other: shutil.copy(last.with_name("step-00000003") / "manifest.json", last), "belongs to step 3"),
+    "wrong manifest": (
+        lambda last, other: shutil.copy(last.with_name("step-00000003") / "manifest.json", last),
+        "belongs to step 3",
+    ),
     "foreign": (lambda last, other: (shutil.rmtree(last), shutil.copytree(other, last)), "belongs to another run"),
 }
 
