@@ -1,7 +1,9 @@
 """The report: it is written for finished, unfinished, broken and strange runs, and shows what a reader looks for."""
 
 import json
+import os
 import re
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -331,3 +333,10 @@ def test_samples_of_the_same_prompts_stand_side_by_side_and_others_in_two_lists(
 def test_judged_scores_may_be_numbers_or_tables(judge, names):
     table = judge_table(judge)
     assert (table and [row["name"] for row in table["rows"]]) == names
+
+
+def test_the_same_run_gives_the_same_page_at_any_time(tmp_path):
+    folder = make_run(tmp_path / "run", "ppo", ppo_rows())
+    os.utime(folder / "metrics.jsonl", (0, 978_350_400))  # a day in 2001
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert f"numbers until {datetime.fromtimestamp(978_350_400).astimezone():%Y-%m-%d %H:%M}" in page

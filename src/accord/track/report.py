@@ -39,6 +39,8 @@ class StageRun:
 def write_report(folder: Path | str) -> Path:
     """Write `folder`/report.html for a stage's run or a pipeline's; works on an unfinished one too. Returns the file.
 
+    The same run gives the same bytes whenever it is asked.
+
     Raises UserError (exit 2) if there is no run in `folder`.
     """
     folder = Path(folder)
@@ -80,6 +82,12 @@ def read_stage(folder: Path) -> StageRun:
     )
 
 
+def _last_written(stages: Sequence[StageRun]) -> datetime:
+    """When the newest number was written. The clock of now would make another page of the same run every minute."""
+    newest = max((run.folder / "metrics.jsonl").stat().st_mtime for run in stages)
+    return datetime.fromtimestamp(newest).astimezone()
+
+
 def render(folder: Path, stages: Sequence[StageRun]) -> str:
     """The page's HTML. Everything that comes from a run is escaped by the template."""
     from jinja2 import Environment, PackageLoader
@@ -94,7 +102,7 @@ def render(folder: Path, stages: Sequence[StageRun]) -> str:
         pipeline=pipeline,
         about=_about(head),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=110) if config else "",
-        made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+        until=_last_written(stages).strftime("%Y-%m-%d %H:%M"),
         judge=judge_table((summary or {}).get("judge_details") or (summary or {}).get("judge")),
         answers=answers_by_stage(read_lines(folder / "samples.jsonl")) if pipeline else None,
         stage_times=bar_parts([(run.stage, run.wall_s) for run in stages]) if pipeline else None,
