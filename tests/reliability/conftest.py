@@ -32,11 +32,17 @@ def model(torture: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return torture.tiny_model(tmp_path_factory.mktemp("model") / "start")
 
 
-class Runs:
-    """SFT of six steps in processes of their own: `start` one, `said` by the last."""
+@pytest.fixture(scope="module", params=["sft", pytest.param("ppo", marks=pytest.mark.slow)])
+def stage(request: pytest.FixtureRequest) -> str:
+    """What is run. PPO has the most state: two models, a KL controller, moments, a journal."""
+    return request.param
 
-    def __init__(self, torture: Any, model: Path, folder: Path) -> None:
-        self.torture, self.model, self.folder, self.lives = torture, model, folder, 0
+
+class Runs:
+    """A stage's runs of six steps in processes of their own: `start` one, `said` by the last."""
+
+    def __init__(self, torture: Any, model: Path, folder: Path, stage: str) -> None:
+        self.torture, self.model, self.folder, self.stage, self.lives = torture, model, folder, stage, 0
 
     @property
     def log(self) -> Path:
@@ -49,7 +55,7 @@ class Runs:
     def start(self, run: Path, *more: str, before: Callable[[], None] | None = None) -> Any:
         """The process. `before` is called in it at first; `more` are further key=value."""
         self.lives += 1
-        (life,) = self.torture.start([*self.torture.command("sft", self.model, run, 6), *more], 1, self.log, before)
+        (life,) = self.torture.start([*self.torture.command(self.stage, self.model, run, 6), *more], 1, self.log, before)
         return life
 
     def finish(self, run: Path, *more: str, before: Callable[[], None] | None = None) -> int:
@@ -61,15 +67,15 @@ class Runs:
 
 
 @pytest.fixture
-def runs(torture: Any, model: Path, tmp_path: Path, own_cache: Path) -> Runs:
-    return Runs(torture, model, tmp_path)
+def runs(torture: Any, model: Path, tmp_path: Path, own_cache: Path, stage: str) -> Runs:
+    return Runs(torture, model, tmp_path, stage)
 
 
 @pytest.fixture(scope="module")
-def whole(torture: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(torture: Any, model: Path, tmp_path_factory: pytest.TempPathFactory, stage: str) -> dict[str, Any]:
     """What an undisturbed run leaves."""
     folder = tmp_path_factory.mktemp("whole")
-    runs = Runs(torture, model, folder)
+    runs = Runs(torture, model, folder, stage)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("ACCORD_CACHE", str(folder / "cache"))
         assert runs.finish(folder / "run") == 0, runs.said
