@@ -17,6 +17,7 @@ from accord.trainers.ppo import PPOTrainer
 from accord.trainers.ppo_replay import compare
 from tests.trainers import ppo_scores
 from tests.trainers.ppo_setup import PROMPTS, SCORES, function, settings
+from tests.trainers.test_ppo_run import digest
 from tests.trainers.test_ppo_watch import fooled
 
 
@@ -118,6 +119,24 @@ def test_other_objectives_and_a_replay_buffer(tiny_folder, tmp_path, ppo):
     changes["ppo"]["kl"] = {"controller": "fixed", "horizon": 10000, **ppo.get("kl", {})}
     folder = run(tiny_folder("llama"), tmp_path / "run", changes)
     assert accord("replay", folder, "--step", 6, "--tolerance", 0) == 0
+
+
+def test_a_step_of_which_one_pack_is_read_once_resumes_and_replays_to_the_bit(tiny_folder, tmp_path, monkeypatch):
+    packs, update = [], PPOTrainer.update
+
+    def noting(self, experience):
+        packs.append(len(experience.whole.packs))
+        return update(self, experience)
+
+    monkeypatch.setattr(PPOTrainer, "update", noting)
+    changes = {"data": {"max_length": 24}, "train": {"max_tokens": 36}, "ppo": {"mini_batches": 1}}
+    whole = run(tiny_folder("llama"), tmp_path / "whole", changes)
+    assert set(packs) == {2}
+    run(tiny_folder("llama"), tmp_path / "cut", changes, stop_at=4)
+    cut = run(tiny_folder("llama"), tmp_path / "cut", changes)
+    for part in ("model", "critic"):
+        assert digest(whole / part) == digest(cut / part) != {}, part
+    assert accord("replay", whole, "--step", 6, "--tolerance", 0) == 0
 
 
 def test_an_unfinished_run_a_pipelines_and_one_from_the_start(tiny_folder, tmp_path, capsys):

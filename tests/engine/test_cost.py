@@ -209,6 +209,18 @@ def test_ppo_holds_four_models_dpo_two_and_lora_one():
     assert lora.moments < of("dpo").moments / 100
 
 
+def test_graphs_of_actor_and_critic_are_there_together_where_an_experience_is_one_optimizer_step(seven_billion):
+    def kept(ranks: int = 1, batch_size: int = 8, **ppo: Any) -> int:
+        config = settings("ppo", train={"max_tokens": 8192, "batch_size": batch_size}, ppo=ppo)
+        return cost(config, models_of(config, seven_billion), Lengths(512, 512), ranks).training.activations
+
+    one = kept(ppo_epochs=2)
+    assert kept() == kept(batch_size=32) == 2 * one  # in one pack and in four
+    assert (
+        kept(ranks=2, batch_size=16) == kept(batch_size=32, mini_batches=4) == kept(advantage="grpo", samples_per_prompt=7) == one
+    )
+
+
 def test_more_ranks_hold_less_and_a_frozen_root_stays_whole(seven_billion):
     config = settings("dpo", train={"max_tokens": 8192, "batch_size": 5000})
     models = models_of(config, seven_billion)

@@ -251,7 +251,7 @@ def test_exact_kl_with_lora_takes_the_start_for_its_reference(make, place):
     ppo = make({"model": {"lora": {"rank": 4, "alpha": 8.0}}, "train": {"lr": 1e-2}, "ppo": {"kl": kl}})
     ppo.step(1)
     experience = ppo.make_experience([ppo.examples.train[i] for i in range(4)])
-    exact = ppo._read_policy(experience.rollouts, exact_kl=True)[3]
+    exact = ppo._read_policy(experience.rollouts, ppo._minibatch(experience.rollouts), exact_kl=True)[3]
     assert (exact > 0).all()
     stats = ppo.update(experience)
     if place == "loss":

@@ -40,7 +40,7 @@ def test_rows_of_a_pack_are_its_targets_whatever_the_layout(budget):
 def test_reading_puts_numbers_back_in_the_order_of_the_responses():
     made = rollouts()
     tokens = torch.tensor([float(t) for s in made.samples for t in s.response_ids])
-    assert torch.equal(made.read(15, lambda pack: pack.targets), tokens)
+    assert torch.equal(made.read(list(made.packs(range(len(made)), 15)), lambda pack: pack.targets), tokens)
     sums = made.sum_by_response(tokens)
     assert sums.tolist() == [sum(s.response_ids) for s in made.samples]
     assert tokens[made.last].tolist() == [s.response_ids[-1] for s in made.samples]

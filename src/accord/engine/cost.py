@@ -186,7 +186,7 @@ def cost(config: Config, models: Models, lengths: Lengths, ranks: int = 1, *, gp
     roots = sum(_bytes(shape.root) for shape in models.all) if sharded else 0
     frozen_roots = sum(_bytes(shape.root) for shape in models.frozen) if sharded else 0
     block = max((_bytes(unit) for shape in models.all for unit in shape.blocks), default=0) if sharded else 0
-    both = ranks == 1 and step.packs == 1 and step.updates == 1  # one forward for all: two graphs are there at once (PPO)
+    both = ranks == 1 and step.updates == 1  # a pack is read once, before the update: two graphs are there at once (PPO)
     kept = [
         activations(shape, step.pack_tokens, bf16=bf16, gpu=gpu, checkpointing=config.model.gradient_checkpointing)
         for shape in models.learning
@@ -231,7 +231,6 @@ class _Step(NamedTuple):
 
     examples: int  # sequences, pairs or answers of a step, over all ranks
     answers: int  # of a rank
-    packs: int  # of one optimizer step, over all ranks
     turns: int  # of a rank in one optimizer step
     reads: int  # of a rank over a whole experience (PPO)
     updates: int  # optimizer steps
@@ -255,8 +254,7 @@ class _Step(NamedTuple):
         packs, reads = _packs(share, tokens, budget, ranks), ceil(_packs(examples, tokens, budget, ranks) / ranks)
         trees = ceil(share / packs)
         return cls(
-            examples, ceil(examples / ranks) * leaves, packs, ceil(packs / ranks), reads, updates, rounds,
-            trees * tokens, trees * leaves * answer,
+            examples, ceil(examples / ranks) * leaves, ceil(packs / ranks), reads, updates, rounds, trees * tokens, trees * leaves * answer,
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from accord.rewards import Sample, combine
 from accord.rewards.base import ScoreBoard
 from accord.track.run import RunFolder
 from accord.trainers.common import check_budget, export_trained, limited, load_data, save_trained
-from accord.trainers.critic import TextCritic, make_critic
+from accord.trainers.critic import Critic, TextCritic, make_critic
 from accord.trainers.loop import run_loop
 from accord.trainers.ppo_answers import Answers, Asked
 from accord.trainers.ppo_best import BestUpdater
@@ -163,7 +163,7 @@ class PPOTrainer:
         """Answer the prompts, score the answers, and work out what each token was worth.
 
         A prompt is what the user says, a row in any format of data.train, a record, or one of `self.examples.train`. `once` promises
-        that the very next thing is `update`, and that once: see `_read_whole`.
+        that the very next thing is `update`, and that once: see `_keep_graphs`.
         """
         self.experiences += 1
         self.engine.times.start()
@@ -197,11 +197,12 @@ class PPOTrainer:
         with self.engine.times("logprob"):
             if self.critic is not None:
                 self.critic.see(rollouts.samples)
-            whole = self._read_whole(rollouts) if once else None
-            forward = None if whole is None else whole.forward
-            old, ref, entropy, kl, of_trunk = self._read_policy(rollouts, full and in_reward, forward)
+            batch = self._minibatch(rollouts)
+            if once:
+                batch = self._keep_graphs(batch)
+            old, ref, entropy, kl, of_trunk = self._read_policy(rollouts, batch, full and in_reward)
             shared = self.critic is not None and self.critic.shares_trunk
-            values = of_trunk if shared and forward is None else self._read_critic(rollouts, forward)
+            values = of_trunk if shared else self._read_critic(rollouts, batch)
         if in_reward and not full:
             kl = kl_estimate(old, ref, settings.kl.estimator)
 
@@ -231,7 +232,8 @@ class PPOTrainer:
             metrics["ppo/reward_fallbacks"] = float(board.failures)
         self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
         return Experience(
-            self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], importance, metrics, whole
+            self.experiences, rollouts, board, old, ref, values, rewards, advantages, returns, metrics["ppo/kl"], importance, metrics,
+            None if batch.first is None else batch,
         )  # fmt: skip
 
     def update(self, experience: Experience) -> dict[str, float]:
@@ -248,14 +250,13 @@ class PPOTrainer:
             self.critic.see(experience.rollouts.samples)
         averages, began = Averages(), time.perf_counter()
         counts = {"ppo/skipped_minibatches": 0.0, "ppo/stopped_early": 0.0, "ppo/updates": 0.0, "train/tokens": 0.0}
-        coef = self.kl_controller.coef
-        flops = 6 if experience.whole is None else 4  # of a token and a parameter: the forward has been made already
+        coef, passes = self.kl_controller.coef, 0  # tokens of the update's passes, 2 FLOP a parameter each
         number = (experience.number - 1) * settings.ppo_epochs * settings.mini_batches  # of the optimizer step, for PTX
         for epoch in range(settings.ppo_epochs):
             for responses in experience.minibatches(settings.mini_batches, epoch, self.config.run.seed):
                 number += 1
                 batch = experience.whole or self._minibatch(experience.rollouts, responses)
-                experience.whole = None  # its graphs serve one backward pass
+                experience.whole = None  # its graphs serve one backward pass, which comes first
                 items = batch.tokens if settings.aggregation == "token" else batch.responses
                 losses, stats = updater.policy_gradient(experience, batch, coef, learns)
                 averages.add(losses, items)
@@ -272,6 +273,7 @@ class PPOTrainer:
                     averages.add(losses, items)
                     averages.add(stats, batch.tokens)
                 counts["train/tokens"] += sum(len(pack) for pack, _ in batch.packs)
+                passes += sum(len(pack) * (3 if batch.forward(pack) is None else 2) for pack, _ in batch.packs)
                 if updater.ptx is not None and learns:
                     averages.add({"ppo/ptx_loss": updater.ptx_gradient(number)}, batch.tokens)
                 info = updater.step(learns)
@@ -292,7 +294,7 @@ class PPOTrainer:
             "ppo/kl_coef": coef,
             "train/lr": self.policy.lr(self.policy.schedule_step) if self.policy.schedule_step else 0.0,
             "train/skipped": float((self.critic or self.policy).skipped),
-            "throughput/train_tflops": flops * trained * counts["train/tokens"] / max(seconds, 1e-9) / 1e12,
+            "throughput/train_tflops": 2 * trained * passes / max(seconds, 1e-9) / 1e12,
         }  # fmt: skip
 
     def acting(self, number: int) -> bool:
@@ -301,63 +303,70 @@ class PPOTrainer:
 
     # -- experience --------------------------------------------------------------------------------------------------
 
-    def _read_whole(self, rollouts: Rollouts) -> MiniBatch | None:
-        """All responses, read with gradient by actor and critic: where an experience is one optimizer step, the forward that says what
-        the sampling policy thought is the forward of the update too, and the ratio is exactly 1.
+    def _keep_graphs(self, batch: MiniBatch) -> MiniBatch:
+        """All responses of an experience, the largest pack in front and read with gradient by actor and critic: where there is one optimizer
+        step, the forward that says what the sampling policy thought is the forward of the update too, and the ratio is exactly 1.
 
-        None where there are more steps or processes, where earlier experiences are learned from too, where the policy does not learn yet, or
-        where the responses are more than one pack: the graphs must stay until the advantages are known, and those of one pack are what
-        `train.max_tokens` allows.
+        Its graphs must stay until the advantages are known, and those of one pack are what `train.max_tokens` allows: the other packs are
+        read again, after the backward pass of the first. (The critic's graph waits for the critic's turn.)
+
+        The batch as it was where there are more steps or processes, where earlier experiences are learned from too, or where the policy
+        does not learn yet.
         """
         settings, alone = self.settings, self.policy.ranks.world == 1
         once = settings.ppo_epochs * settings.mini_batches == 1 and not self.buffer.size
-        if not (once and alone and settings.objective == "clip" and self.acting(self.experiences)):
-            return None
-        batch = self._minibatch(rollouts, range(len(rollouts)))
-        if len(batch.packs) > 1:
-            return None
-        ((pack, _),) = batch.packs
-        with nullcontext() if self.critic is None else self.critic.beside_policy():
+        if not (once and alone and settings.objective == "clip" and self.acting(self.experiences) and batch.packs):
+            return batch
+        packs = sorted(batch.packs, key=lambda item: len(item[0]), reverse=True)
+        return replace(batch, packs=packs, first=self._forward(packs[0][0], self.critic))
+
+    def _minibatch(self, rollouts: Rollouts, responses: Sequence[int] | None = None) -> MiniBatch:
+        """The responses of one optimizer step; None: all of them."""
+        numbers = range(len(rollouts)) if responses is None else responses
+        return rollouts.minibatch(numbers, self.config.train.max_tokens, self.policy.ranks.world)
+
+    def _forward(self, pack: Pack, critic: Critic | None) -> Forward:
+        """The pack as the policy and `critic` read it, with gradient where enabled."""
+        with nullcontext() if critic is None else critic.beside_policy():
             policy = self.policy.distribution(pack, self.params.temperature)
             tokens = policy.at(pack.targets.to(self.policy.device), entropy=True)
-            values = None if self.critic is None else self.critic.values(pack)
-        return replace(batch, forward=Forward(policy, tokens, values))
+            if self.settings.entropy_coef == 0:  # what is only looked at keeps no graph
+                tokens = replace(tokens, entropy=None if tokens.entropy is None else tokens.entropy.detach())
+            return Forward(policy, tokens, None if critic is None else critic.values(pack))
 
-    def _minibatch(self, rollouts: Rollouts, responses: Sequence[int]) -> MiniBatch:
-        return rollouts.minibatch(responses, self.config.train.max_tokens, self.policy.ranks.world)
-
-    def _read_policy(self, rollouts: Rollouts, exact_kl: bool = False, forward: Forward | None = None) -> Tensor:
+    def _read_policy(self, rollouts: Rollouts, batch: MiniBatch, exact_kl: bool = False) -> Tensor:
         """[5, N]: log-probabilities under the weights that sampled, as the trainer itself computes them, and under the reference;
         entropies; with `exact_kl` the KL over the whole vocabulary (else 0); of a critic on the actor's trunk the values (else 0).
-        `forward`: the policy has read them already.
+        `batch`: all responses.
         """
-        temperature = self.params.temperature
-        critic = self.critic if self.critic is not None and self.critic.shares_trunk and forward is None else None
+        trunk = self.critic if self.critic is not None and self.critic.shares_trunk else None
 
         def read(pack: Pack) -> Tensor:
-            targets = pack.targets.to(self.policy.device)
-            reference = self.reference.distribution(pack, temperature)
-            with self.policy.evaluating(), nullcontext() if critic is None else critic.beside_policy():
-                policy = forward.policy if forward else self.policy.distribution(pack, temperature)
-                now = forward.tokens if forward else policy.at(targets, entropy=True)
-                ref = reference.at(targets).logprobs.to(self.policy.device)
+            reference = self.reference.distribution(pack, self.params.temperature)
+            with self.policy.evaluating():
+                policy, now, values = batch.forward(pack) or self._forward(pack, trunk)
+                ref = reference.at(pack.targets.to(self.policy.device)).logprobs.to(self.policy.device)
                 assert now.entropy is not None
                 kl = full_kl(policy, reference) if exact_kl else torch.zeros_like(ref)
-                values = torch.zeros_like(ref) if critic is None else critic.values(pack)
-                return torch.stack([now.logprobs, ref, now.entropy, kl, values])
+                of_trunk = torch.zeros_like(ref) if trunk is None or values is None else values
+                return torch.stack([now.logprobs, ref, now.entropy, kl, of_trunk])
 
-        return rollouts.read(self.config.train.max_tokens, read, self.policy)
+        return rollouts.read(batch.packs, read, self.policy)
 
-    def _read_critic(self, rollouts: Rollouts, forward: Forward | None = None) -> Tensor | None:
-        """[N] values of the states before each token; None without a critic. `forward`: the critic has read them already."""
-        if self.critic is None:
+    def _read_critic(self, rollouts: Rollouts, batch: MiniBatch) -> Tensor | None:
+        """[N] values of the states before each token; None without a critic. `batch`: all responses."""
+        critic = self.critic
+        if critic is None:
             return None
-        if forward is not None:
-            values = forward.values
+
+        def read(pack: Pack) -> Tensor:
+            forward = batch.forward(pack)
+            values = critic.values(pack) if forward is None else forward.values
             assert values is not None
-            return rollouts.read(self.config.train.max_tokens, lambda pack: values.detach())
-        with self.critic.evaluating():
-            return rollouts.read(self.config.train.max_tokens, self.critic.values, self.critic)
+            return values.detach()
+
+        with critic.evaluating():
+            return rollouts.read(batch.packs, read, critic)
 
     def shaped(self, scores: Sequence[float], samples: Sequence[Sample]) -> list[float]:
         """Raw scores → what is given as reward: normalised by the running moments, clipped, minus the penalty for no end."""
@@ -391,7 +400,7 @@ class PPOTrainer:
             return {}
         began = time.perf_counter()
         rollouts, board, judged = self.answer("eval", step, prompts, 1)
-        logprobs, ref, entropy, *_ = self._read_policy(rollouts)
+        logprobs, ref, entropy, *_ = self._read_policy(rollouts, self._minibatch(rollouts))
         k1 = rollouts.sum_by_response(logprobs - ref)
         self.samples = rollouts.shown(SAMPLES_SHOWN, board.sums, k1.tolist())
         return score_metrics(board) | self.judge.metrics(judged, self.samples) | rollouts.metrics() | {

@@ -75,13 +75,14 @@ class Rollouts:
             rows = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in inside])
             yield pack, torch.from_numpy(rows)
 
-    def read(self, max_tokens: int, compute: Callable[[Pack], Tensor], model: TrainedModel | None = None) -> Tensor:
+    def read(
+        self, packs: Sequence[tuple[Pack, Tensor]], compute: Callable[[Pack], Tensor], model: TrainedModel | None = None
+    ) -> Tensor:
         """[N] what `compute` gives for the targets of each pack, put in the order of the responses; several rows [k, N] likewise.
 
-        `model` is what it reads with: in a group, each process reads its share of the packs.
+        `packs` hold all responses. `model` is what it reads with: in a group, each process reads its share of the packs.
         """
         result = torch.zeros(0)
-        packs = list(self.packs(range(len(self)), max_tokens, 1 if model is None else model.ranks.world))
 
         def part_of(item: tuple[Pack, Tensor]) -> Tensor:
             return compute(item[0]).float().cpu()
@@ -137,7 +138,11 @@ class MiniBatch:
     packs: list[tuple[Pack, Tensor]]  # each with the rows of N that its targets are
     tokens: int  # response tokens
     responses: int
-    forward: Forward | None = None  # of the only pack, where it has been read already
+    first: Forward | None = None  # of the first pack, where it has been read with gradient already
+
+    def forward(self, pack: Pack) -> Forward | None:
+        """That of `pack`, where it has been made."""
+        return self.first if pack is self.packs[0][0] else None
 
 
 @dataclass
@@ -158,7 +163,7 @@ class Experience:
         None  # [N] min(π_old / π_sampler, is_clip) of the token or its response, with ppo.old_logprobs=sampler
     )
     metrics: dict[str, float] = field(default_factory=dict)
-    whole: MiniBatch | None = None  # all responses, read with gradient: the one update of an experience that is used once
+    whole: MiniBatch | None = None  # all responses, where a pack of them has been read with gradient for the one update
 
     def __len__(self) -> int:
         """Responses."""

@@ -64,6 +64,7 @@ class Updater:
 
         def improve(item: tuple[Pack, Tensor]) -> tuple[Tensor, Reported]:
             pack, rows = item
+            forward = batch.forward(pack)
             weights, shares = self.weights(batch, rows, lengths)
             if experience.importance is not None:
                 weights = weights * experience.importance[rows]
@@ -73,11 +74,11 @@ class Updater:
             )  # fmt: skip
             with nullcontext() if trunk is None else trunk.beside_policy():
                 with torch.set_grad_enabled(learns):
-                    if batch.forward is None:
+                    if forward is None:
                         now = self.policy.distribution(pack, temperature)
                         out = now.at(pack.targets.to(device), entropy=settings.entropy_coef > 0)
                     else:
-                        now, out, _ = batch.forward
+                        now, out, _ = forward
                     loss, stats = ppo_policy_loss(
                         out.logprobs, old, advantages, weights, settings.clip, settings.clip_high, settings.dual_clip,
                         sequence if settings.ratio == "sequence" else None, shares,
@@ -131,7 +132,8 @@ class Updater:
             x.to(critic.device)
             for x in (*self.weights(batch, rows, experience.rollouts.lengths_by_token), experience.values[rows], experience.returns[rows])
         )  # fmt: skip
-        values = critic.values(pack) if batch.forward is None else batch.forward.values
+        forward = batch.forward(pack)
+        values = critic.values(pack) if forward is None else forward.values
         assert values is not None
         return ppo_value_loss(values, old, returns, weights, self.settings.value_clip, shares)
 
