@@ -36,6 +36,9 @@ def test_a_secret_is_not_repeated_by_its_refusal():
         (None, {"model": {"from_scratch": SCRATCH, "revision": "v"}}, "no revision", {"model": {"path": "a", "revision": "v"}}),
         (None, {"model": {"from_scratch": SCRATCH | {"num_heads": 5}}}, "do not divide", {"model": {"from_scratch": SCRATCH | {"num_heads": 8}}}),
         (None, {"model": {"from_scratch": SCRATCH | {"num_kv_heads": 3}}}, "do not divide", {"model": {"from_scratch": SCRATCH | {"num_kv_heads": 2}}}),
+        (None, {"model": {"quantization": "nf4"}}, r"model\.quantization: nf4 is for the frozen base.*Set model\.lora", {"model": {"quantization": "nf4", "lora": {}}}),
+        (None, {"model": {"quantization": "nf4", "lora": {}}, "train": {"shard": "always"}}, r"train\.shard: a base in 4 bits", {"model": {"lora": {}}, "train": {"shard": "always"}}),
+        (None, {"model": {"quantization": "int4", "lora": {}}}, "nf4", {"model": {"quantization": None}}),
         (None, {"train": {"max_tokens": 1000}}, "Raise train.max_tokens to 1024 or lower data.max_length to 1000", {"train": {"max_tokens": 1024}}),
         ("ppo", {"train": {"max_tokens": 1200}}, "Raise train.max_tokens to 1280", {"train": {"max_tokens": 1280}}),
         (None, {"generate": {"min_new_tokens": 300}}, "more than generate.max_new_tokens 256", {"generate": {"min_new_tokens": 256}}),
@@ -120,6 +123,12 @@ def test_a_rule_refuses_and_lets_pass(stage, bad, message, good):
     with pytest.raises(ConfigError, match=message):
         make(bad)
     make(good)
+
+
+def test_4_bits_need_their_package(monkeypatch):
+    monkeypatch.setattr("accord.config.rules.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model\.quantization: nf4 needs the package bitsandbytes.*accord\[quantization\]"):
+        Config(model={"quantization": "nf4", "lora": {}})
 
 
 def test_every_rule_is_a_sentence():

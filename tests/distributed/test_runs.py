@@ -56,6 +56,17 @@ def test_a_run_cut_off_in_two_sharded_processes_goes_on_in_one_and_in_four(tiny_
         assert_same_run(f"{tmp_path}/four-{kind}", f"{tmp_path}/whole-{kind}", kind)
 
 
+@pytest.mark.slow
+def test_two_processes_with_a_base_in_4_bits_each_train_the_adapter_of_one(tiny_folder, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    one, two = (job("dpo", tiny_folder("llama"), tmp_path / name) for name in ("one", "two"))
+    for each in (one, two):
+        each["changes"]["model"] = {"lora": {"rank": 4}, "quantization": "nf4"}
+    alone([one])
+    answers(2, [two], tmp_path / "group")
+    assert_same_run(f"{tmp_path}/two-dpo", f"{tmp_path}/one-dpo", "dpo")
+
+
 def test_the_command_in_a_group_writes_one_run_and_speaks_once(tiny_folder, tmp_path):
     from tests.trainers.runs import demonstrations
 

@@ -19,6 +19,7 @@ from accord.engine.generate.decoding import DecoderGenerator
 from accord.models.forward import FrozenModel, PackedModel
 from accord.models.heads import keep_head_in_float32
 from accord.models.lora import add_lora
+from accord.models.quantized import QuantizedLinear, quantize_base
 from accord.models.shape import Weight, shape_of
 from tests.conftest import FAMILIES, build_tiny
 
@@ -207,6 +208,21 @@ def test_ppo_holds_four_models_dpo_two_and_lora_one():
     assert own.weights - shared.weights == 4 * numbers - 4 * head  # a base
     assert shared.frozen == 0 and own.frozen == 4 * numbers - 4 * head
     assert lora.moments < of("dpo").moments / 100
+    four = of("dpo", model={"lora": {}, "quantization": "nf4"})
+    matrices = shape_of(architecture).products
+    assert lora.weights - four.weights == pytest.approx((4 - 0.515869) * matrices, rel=1e-5)
+    assert (lora.casts, four.casts) == (0, 4 * 3584 * 18944)  # the largest matrix, made for its product
+
+
+def test_a_base_in_4_bits_holds_what_is_said():
+    pytest.importorskip("bitsandbytes")
+    base = build_tiny("llama", hidden_size=256, intermediate_size=512).requires_grad_(False)
+    config = base.config
+    quantize_base(base, torch.device("cpu"))
+    adapted = add_lora(base, Lora(rank=4), seed=0)
+    shape = shape_of(config, lora=Lora(rank=4), quantized=True)
+    buffers = sum(b.numel() * b.element_size() for m in adapted.modules() if isinstance(m, QuantizedLinear) for b in m.buffers())
+    assert sum(weight.bytes for weight in shape.weights) == pytest.approx(held(adapted) + buffers, rel=1e-3)
 
 
 def test_graphs_of_actor_and_critic_are_there_together_where_an_experience_is_one_optimizer_step(seven_billion):

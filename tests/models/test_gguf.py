@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from accord.config import Model
+from accord.config import Lora, Model
 from accord.errors import ConfigError
 from accord.models.gguf import convert_gguf, is_gguf
 from accord.models.load import load_causal, load_scalar, load_tokenizer, resolve
+from accord.models.quantized import QuantizedLinear
 from accord.models.save import save_model
 
 IDS = torch.tensor([[5, 9, 200, 31, 7, 44, 300, 12]])
@@ -89,6 +90,17 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(gguf_file: P
     assert all(p.requires_grad for p in loaded.module.parameters())
     with torch.no_grad():
         torch.testing.assert_close(loaded.module.eval()(IDS).logits, original(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_from_gguf_can_be_kept_in_4_bits(gguf_file: Path, original: Any):
+    pytest.importorskip("bitsandbytes")
+    loaded = load_causal(Model(path=str(gguf_file), lora=Lora(), quantization="nf4"), seed=1, trainable=True)
+    parts = {name: part for name, part in loaded.module.named_modules() if isinstance(part, QuantizedLinear)}
+    assert len(parts) == 7 * 2
+    for name, part in parts.items():
+        exact = original.get_submodule(name.removeprefix("base_model.model.").removesuffix(".base_layer")).weight
+        # half of the widest gap between levels is 0.152; the largest of each block is rounded too
+        assert float((part.weight - exact.detach()).abs().max()) < 0.17 * float(exact.detach().abs().max())
 
 
 def test_a_gguf_tokenizer_writes_the_same_tokens_and_template(gguf_file: Path, tiny_tokenizer: Any):

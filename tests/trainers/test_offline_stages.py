@@ -112,8 +112,13 @@ CHECKPOINT_EVERY_2 = {"checkpoint": {"every_steps": 2}, "train": {"max_steps": 5
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model": {"lora": {"rank": 4, "dropout": 0.1}}}, {"train": {"precision": "bf16"}}],
-    ids=["full", "lora", "bf16"],
+    [
+        {},
+        {"model": {"lora": {"rank": 4, "dropout": 0.1}}},
+        {"model": {"lora": {"rank": 4}, "quantization": "nf4"}},
+        {"train": {"precision": "bf16"}},
+    ],
+    ids=["full", "lora", "nf4", "bf16"],
 )
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
 def test_interrupted_and_resumed_is_the_undisturbed_run_bit_for_bit(kind, changes, tiny_folder, tmp_path, monkeypatch):

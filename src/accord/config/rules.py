@@ -6,6 +6,7 @@ A rule yields a `Refusal` for each key it refuses. Rules about one stage look at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,30 @@ def a_model_is_loaded_or_new(config: Config) -> Iterator[Refusal]:
         )
     if model.from_scratch is not None and model.revision is not None:
         yield Refusal(("model", "revision"), "a new model has no revision. Remove it.")
+
+
+@rule
+def four_bits_are_for_a_frozen_base(config: Config) -> Iterator[Refusal]:
+    model = config.model
+    if model.quantization is None:
+        return
+    if model.lora is None:
+        yield Refusal(
+            ("model", "quantization"),
+            f"{model.quantization} is for the frozen base of adapters, and all weights are trained here. Set model.lora "
+            "({} takes the defaults), or leave it out.",
+        )
+    if config.train.shard == "always":
+        yield Refusal(
+            ("train", "shard"),
+            "a base in 4 bits (model.quantization) is not divided, every process holds it whole. Set train.shard=never, or "
+            "model.quantization=null.",
+        )
+    if find_spec("bitsandbytes") is None:
+        yield Refusal(
+            ("model", "quantization"),
+            f"{model.quantization} needs the package bitsandbytes. Run: pip install 'accord[quantization]', or leave it out.",
+        )
 
 
 @rule

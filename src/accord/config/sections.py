@@ -84,6 +84,11 @@ class Model(Section):
     dtype: Dtype = Field(
         default="float32", description="Type of frozen weights (reference, LoRA base); trained weights are always float32."
     )
+    quantization: Literal["nf4"] | None = Field(
+        default=None,
+        description="nf4: the matrices of the frozen base of model.lora are kept in 4 bits (QLoRA), 0.52 bytes a number, and made again in "
+        "model.dtype for every product. Needs bitsandbytes: pip install 'accord[quantization]'. null: they are kept in model.dtype.",
+    )
     chat_template: Text | None = Field(
         default=None,
         description="Chat template to use and to save with the model: chatml, llama3, human-assistant, alpaca, or a .jinja file; "

@@ -22,6 +22,7 @@ import torch
 from accord.data.packing import PACKED_AT_ONCE
 from accord.engine.generate.kv_cache import BLOCK
 from accord.models.logprobs import KEPT_ELEMENTS, vocabulary_blocks
+from accord.models.quantized import BYTES
 from accord.models.shape import Shape, Weight, shape_of
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ class Memory:
     frozen: int = 0  # reference and reward model
     gathered: int = 0  # sharded: units that are whole
     gradients: int = 0
-    casts: int = 0  # bf16: the blocks' matrices as autocast rounds them, kept from forward to backward
+    casts: int = (
+        0  # bf16: the blocks' matrices as autocast rounds them, kept from forward to backward; of a 4-bit base, one at a time
+    )
     activations: int = 0  # of one pack
     logits: int = 0  # of one pack: kept for the backward pass, and at work
     copies: int = 0  # the sampler's
@@ -137,10 +140,11 @@ def models_of(config: Config, architecture: Any, scalar: Any = None) -> Models:
     lora, stage = config.model.lora, config.stage
     dtypes = {name: getattr(torch, getattr(config, name).dtype) for name in ("model", "reference", "reward_model")}
     rounded = torch.bfloat16 if config.train.precision == "bf16" else None
+    base = {"lora": lora, "dtype": dtypes["model"], "quantized": config.model.quantization is not None}
     scalar = scalar or architecture
     if stage == "reward":
-        return Models(shape_of(scalar, scalar=True, lora=lora, dtype=dtypes["model"]))
-    policy = shape_of(architecture, lora=lora, dtype=dtypes["model"])
+        return Models(shape_of(scalar, scalar=True, **base))
+    policy = shape_of(architecture, **base)
     asks = (stage == "dpo" and config.dpo.needs_reference and not config.reference.precompute) or stage == "ppo"
     reference = critic = reward = None
     if asks and lora is None:
@@ -150,7 +154,7 @@ def models_of(config: Config, architecture: Any, scalar: Any = None) -> Models:
         if any(source.type == "model" for source in config.ppo.rewards) and not shares:
             reward = shape_of(scalar, scalar=True, trained=False, dtype=dtypes["reward_model"], rounded=rounded)
         if config.ppo.needs_critic and not config.critic.share_trunk:
-            critic = shape_of(scalar, scalar=True, lora=lora, dtype=dtypes["model"])
+            critic = shape_of(scalar, scalar=True, **base)
             new = config.critic.path in (None, config.model.path)
             if shares or (lora is not None and lora.share_base == "auto" and new):
                 critic = replace(critic, blocks=tuple(map(_trained, critic.blocks)), root=_trained(critic.root))
@@ -175,7 +179,7 @@ def cost(config: Config, models: Models, lengths: Lengths, ranks: int = 1, *, gp
     several = step.turns > 1
 
     def held(shapes: Iterable[Shape]) -> int:
-        return sum(weight_part(weight, *parts) * weight.itemsize for shape in shapes for weight in shape.weights)
+        return sum(ceil(weight_part(weight, *parts) * weight.itemsize) for shape in shapes for weight in shape.weights)
 
     trained = sum(weight_part(weight, *parts) for shape in models.learning for weight in shape.trained)
     averaged = sum(weight_part(weight, *parts) for weight in models.policy.trained) if train.ema_decay is not None else 0
@@ -195,7 +199,7 @@ def cost(config: Config, models: Models, lengths: Lengths, ranks: int = 1, *, gp
         lasting,
         gathered=roots + BLOCKS_IN_USE * block,
         gradients=_gradients(models, sharded, several, parts),
-        casts=max(map(_casts, models.learning)) if bf16 else 0,
+        casts=max(_casts(shape, bf16, getattr(torch, config.model.dtype).itemsize) for shape in models.learning),
         activations=sum(kept) if both else max(kept),
         logits=_logits(models.policy, step.pack_targets, 2 if bf16 else FLOAT, gpu),
     )
@@ -322,9 +326,15 @@ def _gradients(models: Models, sharded: bool, several: bool, parts: tuple[int, i
     return own + max(whole if several else units) + max(units)
 
 
-def _casts(shape: Shape) -> int:
-    """Autocast keeps a rounded copy of each float32 matrix until the forward has ended, and the graph keeps it until the backward pass."""
-    return 2 * sum(w.numbers for block in shape.blocks for w in block if w.multiplies and w.itemsize == FLOAT)
+def _casts(shape: Shape, bf16: bool, itemsize: int) -> int:
+    """Autocast keeps a rounded copy of each float32 matrix until the forward has ended, and the graph keeps it until the backward pass.
+
+    One in 4 bits is there for its product alone, in `itemsize` and rounded.
+    """
+    matrices = [w for block in shape.blocks for w in block if w.multiplies]
+    largest = max((w.numbers for w in matrices if w.itemsize == BYTES), default=0)
+    kept = 2 * sum(w.numbers for w in matrices if w.itemsize == FLOAT) if bf16 else 0
+    return kept + largest * (itemsize + (2 if bf16 and itemsize == FLOAT else 0))
 
 
 class _Sampler(NamedTuple):
@@ -341,7 +351,8 @@ class _Sampler(NamedTuple):
         auto = "bfloat16" if config.train.precision == "bf16" else "float32"
         itemsize = getattr(torch, auto if config.engine.dtype == "auto" else config.engine.dtype).itemsize
         base = [w for block in policy.blocks for w in block if w.multiplies and (config.model.lora is None or not w.trained)]
-        shared = gpu and all(weight.itemsize == itemsize for weight in base)
+        made = getattr(torch, config.model.dtype).itemsize  # of a base in 4 bits
+        shared = gpu and all((made if w.itemsize == BYTES else w.itemsize) == itemsize for w in base)
         tokens = ceil((lengths.prompt + lengths.answer) / BLOCK) * BLOCK
         slot = 2 * policy.layers * policy.keys * tokens * itemsize  # engine/generate/kv_cache.py
         asked = config.engine.max_slots
@@ -355,7 +366,10 @@ def _matrices(shape: Shape) -> int:
 
 
 def _loading(models: Models) -> int:
-    """A model is whole on every rank before it is divided; PPO's reward model is there before the policy is."""
+    """A model is whole on every rank before it is divided; PPO's reward model is there before the policy is.
+
+    A base in 4 bits comes to the device so; before, it is whole in `model.dtype` in the CPU's memory, which is not counted.
+    """
     policy = sum(map(_bytes, models.policy.units))
     later = [sum(map(_bytes, shape.units)) for shape in (models.critic, models.reference) if shape is not None]
     first = policy + (0 if models.reward is None else sum(map(_bytes, models.reward.units)))
@@ -387,7 +401,7 @@ def _traffic(config: Config, models: Models, lengths: Lengths, step: _Step, rank
     gathers = reductions = sampling = hops = 0
 
     def piece(unit: Sequence[Weight], itemsize: int | None = None) -> int:
-        return sum(weight_part(weight, ranks, 0) * (itemsize or weight.itemsize) for weight in unit)
+        return sum(ceil(weight_part(weight, ranks, 0) * (itemsize or weight.itemsize)) for weight in unit)
 
     reads = step.reads if config.stage == "ppo" else step.turns if config.stage == "dpo" else 0
     turns = step.turns * step.updates

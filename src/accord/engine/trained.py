@@ -20,6 +20,7 @@ from accord.errors import ConfigError, NonFiniteError
 from accord.models import sharded
 from accord.models.distribution import Distribution
 from accord.models.forward import FrozenModel, PackedModel
+from accord.models.quantized import is_quantized
 
 if TYPE_CHECKING:
     from accord.config import Train
@@ -81,6 +82,11 @@ class TrainedModel(PackedModel):
             keep_freed_memory()
         self.ranks = join()
         if shard and parameters is None and shards(train, self.ranks):
+            if is_quantized(self.module):
+                raise ConfigError(
+                    f"train.shard={train.shard}: a base in 4 bits (model.quantization) is not divided, every process holds it whole. "
+                    "Set train.shard=never, or model.quantization=null."
+                )
             sharded.shard(self.module, self.ranks.mesh, offload=train.offload == "params")
         self.lockstep = sharded.is_sharded(self.module)
         self.loaded = loaded

@@ -1,7 +1,7 @@
 """Bring in a model: a `transformers` folder, a run's folder, a hub id, a GGUF file, the demo's base model, or a new one from its sizes.
 
-Dtypes: what is trained is float32 (master weights). With LoRA the frozen base has `model.dtype` and the adapter is float32. A frozen model
-(reference, reward model) has its own `dtype`.
+Dtypes: what is trained is float32 (master weights). With LoRA the frozen base has `model.dtype`, or is kept in 4 bits (`model.quantization`), and
+the adapter is float32. A frozen model (reference, reward model) has its own `dtype`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from accord.errors import ConfigError
 from accord.models.gguf import from_state, is_gguf, load_gguf_tokenizer, read_gguf
 from accord.models.heads import checkpoint_activations, disable_dropout, init_score_head, keep_head_in_float32, quiet
 from accord.models.lora import add_lora
+from accord.models.quantized import quantize_base
 
 if TYPE_CHECKING:
     from accord.config import Model
@@ -334,6 +335,8 @@ def _finish(
     module.requires_grad_(trainable and not lora)
     if lora:
         assert model.lora is not None
+        if model.quantization is not None:
+            quantize_base(module, default_device())
         module = add_lora(module, model.lora, seed=seed, scalar=kind == "scalar")
     if trainable and model.gradient_checkpointing:
         checkpoint_activations(module)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from accord.errors import ConfigError
 from accord.models.heads import unwrap
+from accord.models.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
     from accord.config import Lora
@@ -120,8 +121,8 @@ def as_reference(module: nn.Module) -> Iterator[nn.Module]:
 def merged_state(module: nn.Module) -> dict[str, Tensor]:
     """The weights of the plain model with the trained adapter merged in: W + (α/r) B A, under the plain model's names.
 
-    The sum is computed in float32 and rounded once to the base weight's dtype. Training weights are not touched. Without an adapter
-    this is the module's own state.
+    The sum is computed in float32 and rounded once to the base weight's dtype; of a base in 4 bits W is what it is computed with. Training
+    weights are not touched. Without an adapter this is the module's own state.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -134,6 +135,11 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
             continue
         merged[_plain(name).replace(f".modules_to_save.{TRAINED}.", ".")] = tensor
     with torch.no_grad():
+        for name, part in base.named_modules():
+            if isinstance(part, QuantizedLinear):
+                for buffer, _ in part.named_buffers():
+                    del merged[f"{_plain(name)}.{buffer}"]
+                merged[f"{_plain(name)}.weight"] = part.weight
         for name, part in base.named_modules():
             if isinstance(part, LoraLayer) and TRAINED in part.lora_A:
                 # Experts of a mixture are one parameter of a module, which peft wraps by its name.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from accord.models.forward import round_linears
 from accord.models.heads import keep_head_in_float32, unwrap
 from accord.models.lora import add_lora
+from accord.models.quantized import BYTES
 from accord.models.sharded import blocks_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Weight(NamedTuple):
     """One parameter; tied ones are one."""
 
     shape: tuple[int, ...]
-    itemsize: int  # bytes of a number
+    itemsize: float  # bytes of a number
     trained: bool
     multiplies: bool  # whether it is a linear layer's matrix
 
@@ -35,7 +36,7 @@ class Weight(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return self.numbers * self.itemsize
+        return ceil(self.numbers * self.itemsize)
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,12 @@ def shape_of(
     lora: Lora | None = None,
     dtype: torch.dtype = torch.float32,
     rounded: torch.dtype | None = None,
+    quantized: bool = False,
 ) -> Shape:
     """The shape of the model that `load_causal` (`scalar`: `load_scalar`) would make of a `transformers` configuration.
 
     `dtype`: of frozen weights, a LoRA base included; trained ones are float32. `rounded`: what a frozen model's linear layers are kept in
-    under `train.precision: bf16` (`FrozenModel`).
+    under `train.precision: bf16` (`FrozenModel`). `quantized`: the matrices of a LoRA base are kept in 4 bits (models/quantized.py).
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -103,7 +105,8 @@ def shape_of(
             module = add_lora(module, lora.model_copy(update={"path": None}), seed=0, scalar=scalar)
     if rounded is not None and not trained:
         round_linears(module, rounded)
-    return _read(module, config.get_text_config(), scalar)
+    shape = _read(module, config.get_text_config(), scalar)
+    return replace(shape, blocks=tuple(map(_in_four_bits, shape.blocks))) if quantized else shape
 
 
 def _read(module: nn.Module, text: Any, scalar: bool) -> Shape:
@@ -131,6 +134,10 @@ def _read(module: nn.Module, text: Any, scalar: bool) -> Shape:
         vocabulary=0 if head is None else head.weight.shape[0],
         gated=text.model_type not in _PLAIN_MLP,
     )
+
+
+def _in_four_bits(block: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    return tuple(w._replace(itemsize=BYTES) if w.multiplies and not w.trained else w for w in block)
 
 
 def _is_matrix(part: nn.Module) -> bool:

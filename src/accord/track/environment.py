@@ -10,7 +10,7 @@ from typing import Any
 
 import accord
 
-LIBRARIES = ("accord", "torch", "transformers", "tokenizers", "peft", "safetensors", "datasets", "numpy")
+LIBRARIES = ("accord", "torch", "transformers", "tokenizers", "peft", "safetensors", "datasets", "numpy", "bitsandbytes")
 
 
 def versions() -> dict[str, str]:

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from accord.models.quantized import QuantizedLinear
+
 Placement = Literal["shared", "copied", "packed"]
 
 _ROWS_HINT = 32  # for the packed layout: rows of a decoding step
@@ -109,7 +111,7 @@ def renewed(old: Tensor | None, new: Tensor) -> Tensor:
 
 
 def merged_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """(W [out, in], b) of a linear module, GPT-2's transposed kind included; an active LoRA adapter is merged in, in float32."""
+    """(W [out, in], b) of a linear module, GPT-2's transposed kind and those in 4 bits included; an active LoRA adapter is merged in, in float32."""
     part: Any = module
     delta = None
     if hasattr(part, "get_delta_weight"):
@@ -128,13 +130,13 @@ def merged_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether `merged_weight` understands the module: plain linear, GPT-2's, or one of them under LoRA."""
+    """Whether `merged_weight` understands the module: plain linear, in 4 bits, GPT-2's, or one of them under LoRA."""
     part: Any = module
     if hasattr(part, "get_delta_weight"):
         if not hasattr(part, "lora_A") or part.lora_variant or any(part.lora_bias.values()):  # DoRA is a variant
             return False
         part = part.base_layer
-    return type(part) in (nn.Linear, Conv1D)
+    return type(part) in (nn.Linear, QuantizedLinear, Conv1D)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
