@@ -29,12 +29,12 @@ def job(model: Any, changes: dict[str, Any], name: str = "sample", **more: Any) 
     return {"do": name, "model": str(model), "changes": changes, **more}
 
 
-def assert_same_answers(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def assert_same_answers(found: dict[str, Any], wanted: dict[str, Any], rounding: float = 2e-4) -> None:
     assert found["greedy"] == wanted["greedy"] and found["sampled"] == wanted["sampled"]
     for one, other in zip(found["logprobs"], wanted["logprobs"], strict=True):
         assert [len(answer) for answer in one] == [len(answer) for answer in other]
         for a, b in zip(one, other, strict=True):
-            assert a == pytest.approx(b, abs=2e-4)
+            assert a == pytest.approx(b, abs=rounding)
 
 
 def test_every_way_gives_the_answers_of_one_process(tiny_folder, tmp_path):
@@ -131,7 +131,7 @@ def test_adapters_and_another_type_are_sampled_alike(tiny_folder, tmp_path):
     for one, two, three in answers(2, [*jobs, job(model, merge(BY_ONE, narrow))], tmp_path, WORKER):
         assert_same_answers(one, wanted)
         assert_same_answers(two, wanted)
-        assert_same_answers(three, rounded)
+        assert_same_answers(three, rounded, rounding=4e-3)  # of a float16 between 4 and 8
 
 
 @pytest.mark.slow
