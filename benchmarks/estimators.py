@@ -39,6 +39,14 @@ METHODS: dict[str, list[str]] = {
         "ppo.kl.coef=0.1",
     ],  # sixteen optimizer steps on each experience
     "ppo_no_kl": [*SINGLE, *CRITIC, "ppo.mini_batches=2", "ppo.kl.coef=0"],  # nothing holds the policy: what becomes of it?
+    "ppo_4x4_no_kl": [
+        *SINGLE,
+        *CRITIC,
+        "train.lr=3e-4",
+        "ppo.ppo_epochs=4",
+        "ppo.mini_batches=4",
+        "ppo.kl.coef=0",
+    ],  # … and nothing slows it down
 }
 
 
