@@ -12,9 +12,9 @@ import pytest
 from accord.cli import main
 from accord.commands.replay import worst_samples
 from accord.config.root import merge
-from accord.errors import Interrupted
+from accord.errors import ConfigError, Interrupted
 from accord.trainers.ppo import PPOTrainer
-from accord.trainers.ppo_replay import compare
+from accord.trainers.ppo_replay import compare, lowered_rates
 from tests.trainers import ppo_scores
 from tests.trainers.ppo_setup import PROMPTS, SCORES, function, settings
 from tests.trainers.test_ppo_run import digest
@@ -185,6 +185,17 @@ def test_an_alarm_that_lowered_the_learning_rates_is_repeated(tiny_folder, tmp_p
     for step in (4, 6):
         capsys.readouterr()
         assert accord("replay", folder, "--step", step, "--tolerance", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lr_factor": "x"}, {"lr_factor": None}, {"lr_factor": 10**400}, {"lr_factor": -1}, {"step": "x"}]
+)
+def test_an_alarm_changed_by_hand_is_named(tmp_path, changes):
+    (tmp_path / "alarms.jsonl").write_text(
+        "".join(json.dumps({"step": 2, "alarm": "kl", "lr_factor": 0.5} | more) + "\n" for more in ({}, changes))
+    )
+    with pytest.raises(ConfigError, match=r"alarms.jsonl: a row has step .* it was changed by hand"):
+        lowered_rates(tmp_path / "alarms.jsonl")
 
 
 def test_what_cannot_be_replayed_is_exit_code_2_with_the_reason(tiny_folder, tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from accord.config import Config, ConfigError
@@ -129,6 +131,35 @@ def test_4_bits_need_their_package(monkeypatch):
     monkeypatch.setattr("accord.config.rules.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model\.quantization: nf4 needs the package bitsandbytes.*accord\[quantization\]"):
         Config(model={"quantization": "nf4", "lora": {}})
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good", "limit"),
+    [
+        (("ppo", "clip"), 1e39, 3.4e38, "3.40282e+38"),
+        (("train", "lr"), 1e300, 1e38, "3.40282e+38"),
+        (("run", "seed"), 2**63, 2**63 - 1, "9,223,372,036,854,775,807"),
+        (("train", "max_steps"), 10**400, 10**9, "9,223,372,036,854,775,807"),
+    ],
+)
+def test_a_number_that_no_tensor_holds_is_refused(key, bad, good, limit):
+    def config(value):
+        for part in reversed(key):
+            value = {part: value}
+        return Config(**value)
+
+    config(good)
+    with pytest.raises(ConfigError, match=f"{'.'.join(key)}: .*too large.* go up to {re.escape(limit)}"):
+        config(bad)
+
+
+def test_an_experience_is_small_enough_to_be_held():
+    train = {"batch_size": 100}
+    Config(train=train, ppo={"samples_per_prompt": 10_000})
+    with pytest.raises(ConfigError, match=r"ppo.samples_per_prompt: one experience would be 1,000,100 responses"):
+        Config(train=train, ppo={"samples_per_prompt": 10_001})
+    with pytest.raises(ConfigError, match=r"ppo.generation_batches: .*at most 1,000,000"):
+        Config(train=train, ppo={"generation_batches": 10_001})
 
 
 def test_every_rule_is_a_sentence():

@@ -8,12 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accord.commands.report import report
-from accord.errors import UserError
+from accord.errors import AccordError, UserError
 from accord.track import open_run
 from accord.track.metrics import charts_of, read_series
-from accord.track.report import judge_table, read_stage, remarks, samples_view, tiles, time_split, write_report
+from accord.track.report import find_stages, judge_table, read_stage, remarks, samples_view, tiles, time_split, write_report
 
 
 def make_run(folder: Path, stage: str, rows: list[dict], samples: list[dict] = (), summary: dict | None = None) -> Path:
@@ -340,3 +341,69 @@ def test_the_same_run_gives_the_same_page_at_any_time(tmp_path):
     os.utime(folder / "metrics.jsonl", (0, 978_350_400))  # a day in 2001
     page = write_report(folder).read_text(encoding="utf-8")
     assert f"numbers until {datetime.fromtimestamp(978_350_400).astimezone():%Y-%m-%d %H:%M}" in page
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+ODD_ROWS = {
+    "metrics.jsonl": [
+        {"split": "train", "step": "x", "ppo/kl": 1.0},
+        {"split": "train", "step": None, "ppo/kl": 1.0},
+        {"split": "train", "ppo/kl": 1.0},
+        {"split": "train", "step": True, "ppo/kl": 1.0},
+        {"split": "train", "step": -1, "ppo/kl": 1.0},
+        {"split": "train", "step": 10**30, "ppo/kl": 1.0},
+        {"split": "train", "step": 31, "ppo/kl": 10**400, "ppo/score": 1e308, "wall_s": 10**400, "time/step": 10**400},
+        {"split": "train", "step": 32, "ppo/kl": float("nan"), "ppo/score": "text", "wall_s": float("nan"), "time/step": [1]},
+        DEEP,
+    ],
+    "samples.jsonl": [
+        {"step": 10**30, "prompt": 5, "response": ["a"], "score": 10**400},
+        {"step": "x", "prompt": {"messages": 7}, "score": float("nan")},
+        DEEP,
+    ],
+    "alarms.jsonl": [
+        {"step": 2, "alarm": "kl", "action": "lower_lr", "lr_factor": factor} for factor in ("x", None, [1], 10**400)
+    ]
+    + [{"step": "x", "alarm": "kl"}, {"step": 10**30, "alarm": "kl"}, {"step": 3, "alarm": ["a"]}, DEEP],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_ROWS)
+def test_rows_changed_by_hand_spoil_no_page_and_no_other_number(tmp_path, name):
+    folder = make_run(tmp_path / "p", "ppo", ppo_rows())
+    before = read_series(folder / "metrics.jsonl")["ppo/kl"]["train"].finite
+    rows = (folder / name).read_text() if (folder / name).exists() else ""
+    rows += "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in ODD_ROWS[name])
+    (folder / name).write_text(rows)
+    assert "ppo/kl" in " ".join(page(folder).text)
+    assert read_series(folder / "metrics.jsonl")["ppo/kl"]["train"].finite == before
+    (stage,) = find_stages(folder)
+    assert (stage.wall_s, stage.last_step) == (60.0, 32 if name == "metrics.jsonl" else 30)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "alarms.jsonl"])
+def test_a_folder_in_the_place_of_a_log_is_named(tmp_path, name):
+    folder = make_run(tmp_path / "p", "ppo", ppo_rows())
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    with pytest.raises(UserError, match=f"{name}: cannot read it \\(Is a directory"):
+        write_report(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "5", DEEP, None])
+def test_a_summary_that_is_none_is_named(tmp_path, content):
+    folder = make_run(tmp_path / "p", "ppo", ppo_rows())
+    if content is None:
+        (folder / "summary.json").mkdir()
+    else:
+        (folder / "summary.json").write_text(content)
+    with pytest.raises(AccordError, match=r"summary\.json: it is damaged"):
+        write_report(folder)
+
+
+@pytest.mark.parametrize("section", ["model", "pipeline"])
+def test_a_section_of_another_kind_leaves_the_page(tmp_path, section):
+    folder = make_run(tmp_path / "p", "ppo", ppo_rows())
+    head, body = (folder / "config.yaml").read_text().split("\n", 1)
+    (folder / "config.yaml").write_text(f"{head}\n{yaml.safe_dump({**yaml.safe_load(body), section: 5})}")
+    assert "ppo/kl" in " ".join(page(folder).text)

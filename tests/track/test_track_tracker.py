@@ -244,3 +244,24 @@ def test_numbers_are_shown_for_people(value, text):
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (62, "1:02"), (3723, "1:02:03"), (90_000, "1d 01:00")])
 def test_durations_are_shown_for_people(seconds, text):
     assert duration(seconds) == text
+
+
+def test_what_goes_on_from_rows_that_were_changed_by_hand_keeps_the_others(run):
+    with make_tracker(run) as tracker:
+        tracker.log({"sft/loss": 0.5}, split="train", step=1, epoch=0.0)
+    good = run.metrics_path.read_text()
+    odd = [{"split": "train", "step": step, "wall_s": 1.0} for step in (None, "1", True, -1, 10**30)]
+    odd.append({"split": "eval", "step": 1, "wall_s": 10**400})
+    run.metrics_path.write_text(good + "".join(json.dumps(row) + "\n" for row in odd) + "[" * 100_000 + "\n")
+    with make_tracker(run, start_step=1) as tracker:
+        assert tracker.wall_s < 1e6
+    assert read_lines(run.metrics_path) == [json.loads(good), odd[-1]]
+
+
+@pytest.mark.parametrize("start_step", [0, 1])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "alarms.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_named(run, name, start_step):
+    (run.folder / name).mkdir()
+    with pytest.raises(AccordError, match=f"{name}: cannot write it .*Move away what has its name"):
+        make_tracker(run, start_step=start_step)
+    assert (run.folder / name).is_dir()

@@ -274,6 +274,13 @@ def test_a_torn_line_is_cut_off_and_a_damaged_one_is_named(tmp_path, caplog):
     assert Journal(path).read("train", 3)["total"][0] == 33  # the newest counts
 
 
+def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path):
+    (tmp_path / "journal.jsonl").mkdir()
+    for use in (lambda journal: journal.read("train", 1), Journal.steps, lambda journal: journal.write("train", 1, record())):
+        with pytest.raises(DataError, match=r"journal.jsonl: cannot read it \(Is a directory\)"):
+            use(Journal(tmp_path / "journal.jsonl"))
+
+
 def of_bytes(*numbers: float, cut: int = 0) -> str:
     data = np.array(numbers, "<f4").tobytes()
     return base64.b64encode(data[: len(data) - cut]).decode()

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from accord.config.root import Config
 
 
+MOST_RESPONSES = 1_000_000  # of one experience
+
+
 def is_settled(config: Config) -> bool:
     """Whether what `ppo` says now is what PPO will read: no override of its stage is still to come."""
     return config.stage == "ppo" or (config.stage is None and "ppo" not in config.stages)
@@ -143,6 +146,18 @@ def a_mini_batch_is_not_empty(config: Config) -> Iterator[Refusal]:
         )
 
 
+def an_experience_is_held_in_memory(config: Config) -> Iterator[Refusal]:
+    ppo = config.ppo
+    responses = config.train.batch_size * ppo.generation_batches * ppo.samples_per_prompt
+    if config.stage in (None, "ppo") and responses > MOST_RESPONSES:
+        key = "samples_per_prompt" if ppo.samples_per_prompt >= ppo.generation_batches else "generation_batches"
+        yield Refusal(
+            ("ppo", key),
+            f"one experience would be {responses:,} responses (train.batch_size × ppo.generation_batches × ppo.samples_per_prompt), and all "
+            f"of them are in memory at once. Lower it; at most {MOST_RESPONSES:,}.",
+        )
+
+
 def ptx_needs_data_and_a_weight(config: Config) -> Iterator[Refusal]:
     if config.ppo.ptx_coef > 0 and config.ppo.ptx_data is None:
         yield Refusal(
@@ -167,5 +182,6 @@ PPO_RULES: tuple[Callable[[Config], Iterator[Refusal]], ...] = (
     the_best_answer_has_no_surrogate,
     importance_is_clipped_where_it_is_weighed,
     a_mini_batch_is_not_empty,
+    an_experience_is_held_in_memory,
     ptx_needs_data_and_a_weight,
 )

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accord.config.critic_rules import CRITIC_RULES
 from accord.config.launch_rules import LAUNCH_RULES
-from accord.config.messages import Refusal
+from accord.config.messages import Path, Refusal
 from accord.config.ppo_rules import PPO_RULES
 from accord.config.reward_rules import reward_refusals
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from accord.config.root import Config
 
 Rule = Callable[["Config"], Iterator[Refusal]]
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32
+LARGEST_WHOLE = 2**63 - 1
 RULES: list[Rule] = [*PPO_RULES, *CRITIC_RULES, *LAUNCH_RULES]
 
 
@@ -29,8 +31,20 @@ def rule(function: Rule) -> Rule:
 
 
 def broken(config: Config) -> list[Refusal]:
-    """Every refusal of every rule."""
-    return [refusal for check in RULES for refusal in check(config)]
+    """Every refusal of every rule; numbers that nothing can be computed with come alone, for rules compute too."""
+    too_large = list(numbers_are_computed_with(config.model_dump()))
+    return too_large or [refusal for check in RULES for refusal in check(config)]
+
+
+def numbers_are_computed_with(value: Any, path: Path = ()) -> Iterator[Refusal]:
+    """Tensors are float32 and int64: a larger number stops the run in the middle of its first step."""
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers_are_computed_with(item, (*path, key))
+    elif type(value) is int and abs(value) > LARGEST_WHOLE:
+        yield Refusal(path, f"too large: whole numbers go up to {LARGEST_WHOLE:,}.")
+    elif type(value) is float and abs(value) > LARGEST:
+        yield Refusal(path, f"{value:g} is too large: numbers go up to {LARGEST:.6g}, the largest of float32.")
 
 
 @rule

@@ -121,7 +121,9 @@ def number(value: Any) -> str:
     """A metric for people: four significant digits, thousands grouped, tiny and huge ones with an exponent."""
     if value is None:
         return "–"
-    if isinstance(value, int) or (abs(value) >= 1000 and abs(value) < 1e7):
+    if isinstance(value, int):
+        return f"{int(value):,}"  # of any size: as a float it may be too large
+    if 1000 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     if value == 0:
         return "0"

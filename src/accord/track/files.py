@@ -3,11 +3,14 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accord.errors import AccordError
+from accord.errors import AccordError, UserError
+
+LARGEST_DRAWN = 1e100  # what is computed in float32 is far below; above, sums, squares and axes leave the range of a float
 
 
 def plain(value: Any) -> Any:
@@ -74,15 +77,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file of a run; a missing file is empty, a torn last line (a killed writer) is left out."""
+    """The objects of a JSON-lines file of a run; a missing file is empty, a torn last line (a killed writer) is left out.
+
+    Raises UserError with the file and the reason where it cannot be read: a folder has its name, permission is missing.
+    """
     if not path.exists():
         return []
     rows = []
-    with open(path, "rb") as file:
-        for line in file:
-            row = parse_line(line)
-            if row is not None:
-                rows.append(row)
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                row = parse_line(line)
+                if row is not None:
+                    rows.append(row)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it ({error.strerror or error}). Restore it, or move it away.") from error
     return rows
 
 
@@ -92,6 +101,18 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for brackets thousands deep
         return None
     return row if isinstance(row, dict) else None
+
+
+def step_of(row: Mapping[str, Any]) -> int | None:
+    """The step that a row is of; None where it has none, as after an edit by hand."""
+    step = row.get("step")
+    return step if type(step) is int and 0 <= step <= sys.maxsize else None
+
+
+def number_of(row: Mapping[str, Any], name: str) -> float | None:
+    """The number that a row has under `name`; None for what is none, is not finite, or is too large to be drawn (1e100)."""
+    value = row.get(name)
+    return float(value) if type(value) in (int, float) and abs(value) <= LARGEST_DRAWN else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accord.track.files import read_lines
+from accord.track.files import number_of, read_lines, step_of
 from accord.track.tracker import RESERVED
 
 # The numbers that say whether the stage worked, best first. A report opens with these.
@@ -143,8 +143,11 @@ Curves = dict[str, dict[str, Series]]  # metric → split → series
 
 
 def read_series(path: Path) -> Curves:
-    """metrics.jsonl as curves, in the order in which the metrics first appear. `<name>/min` and `/max` become the name's band."""
-    rows = read_lines(path)
+    """metrics.jsonl as curves, in the order in which the metrics first appear. `<name>/min` and `/max` become the name's band.
+
+    A row without a step (it was changed by hand) is left out.
+    """
+    rows = [row for row in read_lines(path) if step_of(row) is not None]
     names: dict[str, None] = {}
     for row in rows:
         names.update(dict.fromkeys(name for name in row if name not in RESERVED))
@@ -154,7 +157,7 @@ def read_series(path: Path) -> Curves:
         for name in names:
             if name in row and name not in spread:
                 series = curves.setdefault(name, {}).setdefault(str(row.get("split", "train")), Series())
-                series.steps.append(int(row.get("step", 0)))
+                series.steps.append(row["step"])
                 series.values.append(_value(row, name))
                 series.low.append(_value(row, f"{name}/min"))
                 series.high.append(_value(row, f"{name}/max"))
@@ -192,5 +195,5 @@ def _ordered(stage: str, curves: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _value(row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name)
-    return float(value) if isinstance(value, int | float) else math.nan
+    value = number_of(row, name)
+    return math.nan if value is None else value

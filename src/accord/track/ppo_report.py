@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accord.track.alarms import METRIC, NOTES
-from accord.track.files import read_lines
+from accord.track.files import number_of, read_lines, step_of
 from accord.track.metrics import Series
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def alarm_marks(folder: Path) -> dict[str, list[int]]:
 def read_alarms(folder: Path) -> list[dict[str, Any]]:
     """The lines of RUN/alarms.jsonl; [] where no alarm has sounded."""
     rows = read_lines(folder / "alarms.jsonl")
-    return [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("alarm"), str)]
+    return [row for row in rows if step_of(row) is not None and isinstance(row.get("alarm"), str)]
 
 
 def marks_of(metrics: Sequence[str], marks: dict[str, list[int]]) -> list[int]:
@@ -58,7 +58,9 @@ def marks_of(metrics: Sequence[str], marks: dict[str, list[int]]) -> list[int]:
 
 
 def _alarm_view(row: dict[str, Any]) -> dict[str, Any]:
-    did = {"stop": "the run was stopped", "lower_lr": f"learning rates lowered to {row.get('lr_factor', 0):g} of the schedule's"}
+    factor = number_of(row, "lr_factor")
+    lowered = "learning rates lowered" + ("" if factor is None else f" to {factor:g} of the schedule's")
+    did = {"stop": "the run was stopped", "lower_lr": lowered}
     return {
         "step": row["step"],
         "note": row["alarm"] in NOTES,

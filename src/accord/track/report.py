@@ -11,7 +11,7 @@ import yaml
 
 from accord.errors import ConfigError, UserError
 from accord.track.console import duration, label, number
-from accord.track.files import read_lines, write_atomically
+from accord.track.files import number_of, read_lines, step_of, write_atomically
 from accord.track.metrics import BETTER, GROUPS, MAIN, MEANING, Curves, Series, charts_of, is_constant, read_series
 from accord.track.ppo_report import alarm_marks, marks_of, ppo_view
 from accord.track.reward_report import reward_view
@@ -60,7 +60,8 @@ def find_stages(folder: Path) -> list[StageRun]:
         return [read_stage(folder)]
     found = [read_stage(folder / name) for name in STAGES if (folder / name / "metrics.jsonl").exists()]
     config, _ = _config(folder)
-    order = (config.get("pipeline") or {}).get("stages") or []
+    order = _section(config, "pipeline").get("stages")
+    order = order if isinstance(order, list) else []
     return sorted(found, key=lambda run: order.index(run.stage) if run.stage in order else len(order))
 
 
@@ -77,8 +78,8 @@ def read_stage(folder: Path) -> StageRun:
         summary=read_summary(folder),
         curves=read_series(folder / "metrics.jsonl"),
         samples=read_lines(folder / "samples.jsonl"),
-        wall_s=max((row["wall_s"] for row in rows if isinstance(row.get("wall_s"), int | float)), default=0.0),
-        last_step=max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0),
+        wall_s=max((number_of(row, "wall_s") or 0.0 for row in rows), default=0.0),
+        last_step=max((step_of(row) or 0 for row in rows), default=0),
     )
 
 
@@ -132,7 +133,7 @@ def stage_view(run: StageRun) -> dict[str, Any]:
         "finished": run.summary is not None,
         "last_step": run.last_step,
         "wall": duration(run.wall_s),
-        "model": (run.config.get("model") or {}).get("path") or "from scratch",
+        "model": _section(run.config, "model").get("path") or "from scratch",
         "tiles": tiles(run),
         "notes": remarks(run),
         "table": table(run),
@@ -363,6 +364,12 @@ def _config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
 
 
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a configuration that may have been changed by hand."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _about(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if about.get("started"):
@@ -395,8 +402,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _step(sample: Mapping[str, Any]) -> int:
-    step = sample.get("step")
-    return step if isinstance(step, int) else 0
+    return step_of(sample) or 0
 
 
 def _is_number(value: Any) -> bool:

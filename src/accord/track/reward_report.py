@@ -17,7 +17,7 @@ def reward_view(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return _pairs(found) if found["kind"] == "pairs" else _scores(found)
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise AccordError(f"{path}: it is damaged ({reason}). Remove it to have the report without it.") from error
 

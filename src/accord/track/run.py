@@ -284,7 +284,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         config = yaml.safe_load(text) or {}
         first = text.split("\n", 1)[0]
         about = json.loads(first[len(HEAD) :]) if first.startswith(HEAD) else {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{path}: cannot read it ({reason}). Restore it, choose another run.dir, or set run.overwrite=true."
@@ -300,9 +300,13 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise AccordError(f"{path}: it is damaged ({error}). Remove it to have the run finished again.") from error
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise AccordError(f"{path}: it is damaged ({reason}). Remove it to have the run finished again.") from error
+    if not isinstance(summary, dict):
+        raise AccordError(f"{path}: it is damaged (it is no JSON object). Remove it to have the run finished again.")
+    return summary
 
 
 def differing_keys(

@@ -1,5 +1,6 @@
 """The numbers of a run: metrics.jsonl, samples.jsonl, alarms.jsonl, TensorBoard and the console, never doubled by a resume."""
 
+import errno
 import os
 import shutil
 import time
@@ -11,7 +12,7 @@ from rich.console import Console as RichConsole
 
 from accord.errors import AccordError
 from accord.track.console import Console
-from accord.track.files import json_line, parse_line, plain, sync_folder
+from accord.track.files import json_line, number_of, parse_line, plain, step_of, sync_folder
 from accord.track.run import RunFolder
 
 RESERVED = ("stage", "split", "step", "epoch", "wall_s")
@@ -139,9 +140,7 @@ class Tracker:
     def _remember(self, row: Mapping[str, Any]) -> None:
         """Called for every line kept from earlier sessions."""
         self._kept.add((str(row.get("split")), int(row["step"])))
-        wall = row.get("wall_s")
-        if isinstance(wall, int | float):
-            self._wall = max(self._wall, float(wall))
+        self._wall = max(self._wall, number_of(row, "wall_s") or 0.0)
 
     def _write(self, file: IO[bytes] | None, path: Path, row: Mapping[str, Any]) -> None:
         if file is None or file.closed:
@@ -221,15 +220,15 @@ def _cut_back(path: Path, step: int, keep: Callable[[Mapping[str, Any]], None] |
     """Rewrite a JSON-lines file with the lines of steps ≤ `step` only (none for step 0); torn lines go. Atomic; one line in memory."""
     if not path.exists():
         return
-    if step == 0:
-        path.unlink()
-        return
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if step == 0:
+            path.unlink()
+            return
         with open(path, "rb") as old, open(beside, "wb") as new:
             for line in old:
                 row = parse_line(line)
-                if row is None or not isinstance(row.get("step"), int) or row["step"] > step:
+                if row is None or (at := step_of(row)) is None or at > step:
                     continue
                 new.write(line)
                 if keep is not None:
@@ -240,16 +239,21 @@ def _cut_back(path: Path, step: int, keep: Callable[[Mapping[str, Any]], None] |
         sync_folder(path.parent)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise AccordError(
-            f"{path}: cannot write it ({error.strerror or error}). Free some space and start the same command again."
-        ) from error
+        raise AccordError(f"{path}: cannot write it ({error.strerror or error}). {_cure(error)}") from error
+
+
+def _cure(error: OSError) -> str:
+    """What to do about a file that cannot be written."""
+    if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EPERM, errno.EACCES):
+        return "Move away what has its name, or make it writable, and start the same command again."
+    return "Free some space and start the same command again."
 
 
 def _append(path: Path) -> IO[bytes]:
     try:
         return open(path, "ab", buffering=0)
     except OSError as error:
-        raise AccordError(f"{path}: cannot write it ({error.strerror or error}).") from error
+        raise AccordError(f"{path}: cannot write it ({error.strerror or error}). {_cure(error)}") from error
 
 
 def _scalar(name: str, value: Any) -> float | int | None:

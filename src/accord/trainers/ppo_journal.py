@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ class Journal:
         at = self._known().get((kind, step))
         if at is None:
             return None
-        with self.path.open("rb") as file:
+        with self._opened() as file:
             file.seek(at)
             return _record(file.readline())
 
@@ -140,6 +140,14 @@ class Journal:
         self._known()[kind, step] = self._end
         self._end += len(line)
 
+    def _opened(self) -> IO[bytes]:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: cannot read it ({error.strerror or error}). Restore it, or move it away to have its steps sampled and scored again."
+            ) from error
+
     def _known(self) -> dict[Place, int]:
         if self._places is None:
             self._places = self._index()
@@ -150,7 +158,7 @@ class Journal:
         self._end = 0
         if not self.path.exists():
             return places
-        with self.path.open("rb") as file:
+        with self._opened() as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break  # torn by a kill: that step is not recorded

@@ -13,7 +13,7 @@ from accord.config.root import build
 from accord.engine.checkpoint import Checkpoint, checkpoint_steps, read_checkpoint
 from accord.errors import AccordError, ConfigError
 from accord.track.environment import changed
-from accord.track.files import plain, read_lines
+from accord.track.files import number_of, plain, read_lines, step_of
 from accord.track.run import read_config
 from accord.track.tracker import RESERVED
 from accord.trainers.loop import seed_everything
@@ -81,7 +81,7 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
     """
     folder, saved, about = ppo_run(folder)
     rows = read_lines(folder / "metrics.jsonl")
-    logged = {row["step"]: row for row in rows if row.get("split") == "train" and type(row.get("step")) is int}
+    logged = {row["step"]: row for row in rows if row.get("split") == "train" and step_of(row) is not None}
     if step not in logged:
         has = f"it has steps {min(logged)} to {max(logged)}" if logged else "it has none"
         raise ConfigError(f"--step {step}: {folder / 'metrics.jsonl'} has no such step; {has}.")
@@ -94,7 +94,7 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
         notes.append(f"small differences are to be expected, since this has changed: {', '.join(differing)}.")
     from_where = "the start of the run" if checkpoint is None else f"the checkpoint of step {start}"
     say(f"computing step {start + 1 if start + 1 == step else f'{start + 1} to {step}'} again from {from_where}")
-    lowered = {row["step"]: row["lr_factor"] for row in read_lines(folder / "alarms.jsonl") if "lr_factor" in row}
+    lowered = lowered_rates(folder / "alarms.jsonl")
     result = Replay(step, start, notes=notes)
     with PPOTrainer(build(saved, name=folder.name, stage="ppo")) as trainer:
         if checkpoint is not None:
@@ -141,6 +141,22 @@ def compare(logged: Mapping[str, Any], replayed: Mapping[str, Any], tolerance: f
         near = a is not None and b is not None and math.isclose(a, b, rel_tol=tolerance, abs_tol=ABSOLUTE)
         compared.append(Compared(name, a, b, near or (a is None and b is None and (name in logged) == (name in replayed))))
     return compared
+
+
+def lowered_rates(path: Path) -> dict[int, float]:
+    """Step → what an alarm then made of the learning rates. Raises ConfigError for a row that no alarm has written."""
+    factors: dict[int, float] = {}
+    for row in read_lines(path):
+        if "lr_factor" not in row:
+            continue
+        step, factor = step_of(row), number_of(row, "lr_factor")
+        if step is None or factor is None or not 0 < factor <= 1:
+            raise ConfigError(
+                f"{path}: a row has step {row.get('step')!r} and lr_factor {row['lr_factor']!r}, expected a whole number and one above 0 "
+                "and up to 1: it was changed by hand. Restore it."
+            )
+        factors[step] = factor
+    return factors
 
 
 def _finite(value: Any) -> float | None:
