@@ -115,4 +115,6 @@ def step_of(row: Mapping[str, Any]) -> int | None:
 def number_of(row: Mapping[str, Any], name: str) -> float | None:
     """The number that a row has under `name`; None for what is none, is not finite, or is too large to be drawn (1e100)."""
     value = row.get(name)
-    return float(value) if type(value) in (int, float) and abs(value) <= LARGEST_DRAWN else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= LARGEST_DRAWN else None
