@@ -75,9 +75,7 @@ class Memory:
     frozen: int = 0  # reference and reward model
     gathered: int = 0  # sharded: units that are whole
     gradients: int = 0
-    casts: int = (
-        0  # bf16: the blocks' matrices as autocast rounds them, kept from forward to backward; of a 4-bit base, one at a time
-    )
+    casts: int = 0  # the blocks' matrices as autocast rounds them, kept until the backward pass; of a 4-bit base, one at a time
     activations: int = 0  # of one pack
     logits: int = 0  # of one pack: kept for the backward pass, and at work
     copies: int = 0  # the sampler's
