@@ -146,7 +146,7 @@ def flip(file: Path) -> None:
 
 
 def shard(checkpoint: Path) -> Path:
-    return next(checkpoint.glob("optimizer/*.safetensors"))
+    return max(checkpoint.rglob("*.safetensors"), key=lambda file: (file.stat().st_size, str(file)))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
