@@ -75,6 +75,9 @@ def test_how_a_run_is_launched_is_no_reason_to_refuse_a_resume():
 
 def test_ray_that_is_not_installed_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
+    before = dict(os.environ)
     with pytest.raises(ConfigError, match=r"pip install 'accord\[ray\]'"):
         launch(Config(run={"dir": str(tmp_path / "run")}, launch={"type": "ray"}), ["sft"], lambda: None)
+    # a cluster of this machine alone is told so, the next one must not be: no second machine could join it
+    assert dict(os.environ) == before
     assert not (tmp_path / "run").exists()

@@ -25,22 +25,25 @@ def train(what: str, which: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: received.append(number))
     dist.init_process_group("gloo")
-    for step in range(1, 4 if what == "ok" else 100_000):
-        total = torch.ones(1) + rank
-        dist.all_reduce(total)
-        stop = torch.tensor([float(len(received) > 0)])
-        dist.all_reduce(stop)
-        print(f"step {step}: {total.item():g}", flush=True)
-        if stop.item() and what != "deaf":
-            raise Interrupted(f"stopped after step {step}")
-        if step == 2 and rank == which:
-            if what == "user-error":
-                raise DataError("rows.jsonl:7  the answer is empty.")
-            if what == "bug":
-                raise RuntimeError("no such thing")
-            if what == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02)
+    try:
+        for step in range(1, 4 if what == "ok" else 100_000):
+            total = torch.ones(1) + rank
+            dist.all_reduce(total)
+            stop = torch.tensor([float(len(received) > 0)])
+            dist.all_reduce(stop)
+            print(f"step {step}: {total.item():g}", flush=True)
+            if stop.item() and what != "deaf":
+                raise Interrupted(f"stopped after step {step}")
+            if step == 2 and rank == which:
+                if what == "user-error":
+                    raise DataError("rows.jsonl:7  the answer is empty.")
+                if what == "bug":
+                    raise RuntimeError("no such thing")
+                if what == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.02)
+    finally:
+        dist.destroy_process_group()  # left to the interpreter, gloo's threads may end with "terminate called"
     return 0
 
 

@@ -45,7 +45,7 @@ def run_on_ray(config: Config, command: Sequence[str]) -> int:
     `launch.ray.max_restarts` times. Raises ConfigError where the cluster is not there, too small, or sees other files than this machine.
     """
     run = Path(config.run.dir).absolute()
-    with _meeting_place(run) as folder, _cluster(config.launch) as ray, PassedOn() as signals:
+    with _meeting_place(run) as folder, _environment(config.launch), _cluster(config.launch) as ray, PassedOn() as signals:
         job = Job(
             command=tuple(command), cwd=os.getcwd(), run=str(run), folder=str(folder), token=(folder / TOKEN).read_text(),
             environment=_threads(config.launch) | config.launch.ray.env_vars,
@@ -190,11 +190,22 @@ def _train(settings: Launch, job: Job, workers: int, resources: dict[str, float]
 
 
 @contextmanager
+def _environment(settings: Launch) -> Iterator[None]:
+    """What Ray is told by environment variables, where the user says nothing else; for this run only."""
+    ours = ENVIRONMENT if settings.ray.address else ENVIRONMENT | ALONE
+    added = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
 def _cluster(settings: Launch) -> Iterator[Any]:
     """Ray, connected to a running cluster, or to one of this machine alone that ends with the run and listens on loopback only."""
     address = settings.ray.address
-    for name, value in (ENVIRONMENT if address else ENVIRONMENT | ALONE).items():
-        os.environ.setdefault(name, value)
     try:
         import ray
         import ray.train
