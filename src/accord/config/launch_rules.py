@@ -22,14 +22,37 @@ def the_number_of_processes_is_said_once(config: Config) -> Iterator[Refusal]:
 def the_mesh_holds_all_processes(config: Config) -> Iterator[Refusal]:
     launch = config.launch
     mesh = launch.mesh
-    if mesh.tensor > 1:
-        yield Refusal(("launch", "mesh", "tensor"), f"{mesh.tensor}: tensor parallelism is not built yet. Set it to 1.")
     total = launch.ray.workers if launch.type == "ray" else launch.processes
     if isinstance(total, int) and isinstance(mesh.data, int) and mesh.data * mesh.tensor != total:
         key = "launch.ray.workers" if launch.type == "ray" else "launch.processes"
         yield Refusal(
             ("launch", "mesh", "data"),
             f"{mesh.data} × tensor {mesh.tensor} are {mesh.data * mesh.tensor} processes, {key} is {total}. Leave it at auto.",
+        )
+
+
+def products_are_divided_of_sharded_models(config: Config) -> Iterator[Refusal]:
+    tensor, engine, key = config.launch.mesh.tensor, config.engine, ("launch", "mesh", "tensor")
+    if tensor == 1:
+        return
+    if config.train.shard == "never":
+        yield Refusal(
+            ("train", "shard"),
+            f"never: with launch.mesh.tensor={tensor} weights are divided. Leave it at auto, or set tensor to 1.",
+        )
+    if config.model.lora is not None and config.model.lora.share_base is True:
+        yield Refusal(
+            key, f"{tensor}: a base with several adapters on it is not divided. Set it to 1, or model.lora.share_base=auto."
+        )
+    if engine.inference_tp_size not in (1, tensor):
+        yield Refusal(
+            ("engine", "inference_tp_size"),
+            f"{engine.inference_tp_size}: with launch.mesh.tensor={tensor} sampling is divided in the same way. Leave it out.",
+        )
+    if not engine.pin_parameters:
+        yield Refusal(
+            ("engine", "pin_parameters"),
+            f"false: with launch.mesh.tensor={tensor} each process samples with its part of the layers. Leave it at true.",
         )
 
 
@@ -46,5 +69,6 @@ def standard_input_is_read_by_one_process(config: Config) -> Iterator[Refusal]:
 LAUNCH_RULES: tuple[Callable[[Config], Iterator[Refusal]], ...] = (
     the_number_of_processes_is_said_once,
     the_mesh_holds_all_processes,
+    products_are_divided_of_sharded_models,
     standard_input_is_read_by_one_process,
 )

@@ -15,7 +15,10 @@ class Mesh(Section):
     data: Literal["auto"] | Count = Field(
         default="auto", description="Processes with data of their own, over which weights are sharded; auto: all that are left."
     )
-    tensor: Count = Field(default=1, description="Processes that share each matrix product. Not built yet: 1.")
+    tensor: Count = Field(
+        default=1,
+        description="Neighbouring processes that divide the heads and the MLP of every layer and read the same data (tensor parallelism).",
+    )
 
 
 class Ray(Section):

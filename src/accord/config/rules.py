@@ -255,6 +255,7 @@ def sampling_in_lockstep_is_one_way_or_another(config: Config) -> Iterator[Refus
             f"false does nothing with engine.inference_tp_size={engine.inference_tp_size}: each process keeps its part of the layers. "
             "Leave it true, or set engine.inference_tp_size=1.",
         )
+    split = split or config.launch.mesh.tensor > 1
     if not (split or by_groups) and engine.tp_gather_partition_size != 8:
         yield Refusal(
             ("engine", "tp_gather_partition_size"),

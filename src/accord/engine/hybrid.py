@@ -68,7 +68,7 @@ class HybridEngine:
 
         In a group each process answers its share of the prompts. With weights that are whole everywhere (`engine.pin_parameters`) one whose
         answers end early waits for the others' answers; else it takes part in the others' steps. With `engine.inference_tp_size` it is so many
-        processes that answer a share together.
+        processes that answer a share together; with `launch.mesh.tensor`, those that divide the products.
         """
         ranks, size = self.model.ranks, self._sharing
         own = list(range(ranks.rank // size, len(prompts), ranks.world // size))
@@ -106,9 +106,11 @@ class HybridEngine:
 def in_lockstep(model: TrainedModel, settings: Engine) -> Lockstep | None:
     """How the processes sample `model` together; None: each by itself, with whole weights. Raises ConfigError for what can't be."""
     size, world = settings.inference_tp_size, model.ranks.world
+    groups = LayerGroups(model.module, settings.tp_gather_partition_size)
+    if model.ranks.tensor > 1:  # each has its part of the layers already
+        return Lockstep(model.ranks.dividing, groups, tensor_parallel=True)
     if size == 1 and settings.pin_parameters:
         return None
-    groups = LayerGroups(model.module, settings.tp_gather_partition_size)
     if size == 1:
         if not model.lockstep:
             raise ConfigError(

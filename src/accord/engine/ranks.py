@@ -34,6 +34,9 @@ class Ranks:
     def __init__(self, rank: int = 0, world: int = 1, store: Any = None, group: Any = None) -> None:
         """`group`: the process group of a part of the run (`neighbours`), which has no main process to ask."""
         self.rank, self.world, self._store, self._group = rank, world, store, group
+        self.tensor = (
+            1  # processes that divide each product of a sharded model (launch.mesh.tensor): neighbours, which read the same items
+        )
         self._asked = 0
         self._mesh: Any = None
 
@@ -44,13 +47,33 @@ class Ranks:
 
     @property
     def mesh(self) -> Any:
-        """The device mesh over which models are sharded: one dimension, `data`."""
+        """The device mesh over which models are sharded: `data`, or `data` × `tensor` where products are divided too."""
         if self._mesh is None:
             from torch.distributed.device_mesh import init_device_mesh
 
             kind = "cuda" if torch.cuda.is_available() else "cpu"
-            self._mesh = init_device_mesh(kind, (self.world,), mesh_dim_names=("data",))
+            sizes = {"data": self.world // self.tensor} | ({"tensor": self.tensor} if self.tensor > 1 else {})
+            self._mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return self._mesh
+
+    def divide(self, tensor: int) -> Ranks:
+        """Let `tensor` neighbours divide the products of sharded models. Raises ConfigError where that does not divide the processes."""
+        if self.world % tensor:
+            raise ConfigError(
+                f"launch.mesh.tensor={tensor} does not divide the number of processes, {self.world}. Start {tensor} or a multiple."
+            )
+        if tensor != self.tensor:
+            self.tensor, self._mesh = tensor, None
+        return self
+
+    @property
+    def dividing(self) -> Ranks:
+        """The processes that divide products with this one, as a group of their own. Needs `tensor` above 1."""
+        return Ranks(self.rank % self.tensor, self.tensor, group=self.mesh["tensor"].get_group())
+
+    def shares(self, lockstep: bool) -> int:
+        """How many shares items are divided into: one for each process, or (in lockstep, products divided) for each group of neighbours."""
+        return self.world // self.tensor if lockstep else self.world
 
     def neighbours(self, size: int) -> Ranks:
         """The `size` processes of consecutive numbers that this one is among, as a group of their own. All processes have to ask at once."""
@@ -69,8 +92,9 @@ class Ranks:
         In lockstep all have as many turns: where items are missing, the first stands in with False, an empty item that must weigh nothing.
         Without, such a turn is there only for a process that would have none.
         """
-        own = [(number, True) for number in range(self.rank, count, self.world)]
-        most = -(-count // self.world) if lockstep else min(count, 1)
+        shares = self.shares(lockstep)
+        own = [(number, True) for number in range(self.rank * shares // self.world, count, shares)]
+        most = -(-count // shares) if lockstep else min(count, 1)
         return own + [(0, False)] * (most - len(own))
 
     def each(self, items: Sequence[Any], compute: Callable[[Any], T], *, lockstep: bool = False) -> list[T]:

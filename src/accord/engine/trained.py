@@ -81,13 +81,15 @@ class TrainedModel(PackedModel):
         if self.device.type == "cpu":
             keep_freed_memory()
         self.ranks = join()
+        self._partial: list[torch.nn.Parameter] = []  # whose gradients are parts of a sum over `ranks.tensor` processes
         if shard and parameters is None and shards(train, self.ranks):
             if is_quantized(self.module):
                 raise ConfigError(
                     f"train.shard={train.shard}: a base in 4 bits (model.quantization) is not divided, every process holds it whole. "
                     "Set train.shard=never, or model.quantization=null."
                 )
-            sharded.shard(self.module, self.ranks.mesh, offload=train.offload == "params")
+            of_own_heads = sharded.shard(self.module, self.ranks.mesh, offload=train.offload == "params")
+            self._partial = [p for part in of_own_heads for p in part.parameters() if p.requires_grad]
         self.lockstep = sharded.is_sharded(self.module)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
@@ -105,7 +107,11 @@ class TrainedModel(PackedModel):
         self.module.train()
         decayed = [p for p in self.parameters.values() if p.dim() >= 2]
         others = [p for p in self.parameters.values() if p.dim() < 2]  # biases and norms are not pulled to zero
-        groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": alike, "weight_decay": decay}
+            for all_, decay in ((decayed, train.weight_decay), (others, 0.0))
+            for alike in sharded.by_mesh(all_)
+        ]
         self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=self.peak_lr,
@@ -168,9 +174,14 @@ class TrainedModel(PackedModel):
 
     # -- packs and processes -----------------------------------------------------------------------------------------
 
+    @property
+    def shares(self) -> int:
+        """How many shares its packs are divided into."""
+        return self.ranks.shares(self.lockstep)
+
     def pack(self, trees: Sequence[Tree]) -> list[Pack]:
         """The packs of `trees`, so that each process has as many."""
-        return pack_trees(trees, self.train_settings.max_tokens, multiple=self.ranks.world)
+        return pack_trees(trees, self.train_settings.max_tokens, multiple=self.shares)
 
     def each(self, items: Sequence[Any], compute: Callable[[Any], T]) -> list[T]:
         """What `compute` reads of every pack with this model, in order; each process reads its share (`Ranks.each`)."""
@@ -213,6 +224,8 @@ class TrainedModel(PackedModel):
         """The norm of the step's gradient over all processes; None where there is none. NaN where a loss was not finite."""
         if not self._summed:
             self._sum_gradients()
+            if self.lockstep and self.ranks.tensor > 1:
+                self._sum_over_products()
             self._summed = True
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if self._nonfinite:
@@ -222,7 +235,7 @@ class TrainedModel(PackedModel):
         if not self.lockstep:
             return float(torch.nn.utils.get_total_norm(gradients))
         parted = [gradient for gradient in gradients if sharded.is_parted(gradient)]
-        square = torch.tensor(sharded.squared_norm(parted), dtype=torch.float64)
+        square = torch.tensor(sharded.squared_norm(parted, self.ranks.tensor), dtype=torch.float64)
         others = sharded.squared_norm([gradient for gradient in gradients if not sharded.is_parted(gradient)])
         return math.sqrt(float(self.ranks.sum_(square)) + others)
 
@@ -240,8 +253,20 @@ class TrainedModel(PackedModel):
             gradients.append(parameter.grad)
         for together in _runs(gradients, _SUMMED_AT_ONCE):
             summed = self.ranks.sum_(torch.cat([gradient.reshape(-1) for gradient in together]))
-            for gradient, part in zip(together, summed.split([g.numel() for g in together]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+            if self.lockstep:
+                summed /= self.ranks.tensor  # so many have read the same packs
+            _scatter(summed, together)
+
+    def _sum_over_products(self) -> None:
+        """Of what all that divide products hold, the same gradient in each: the mean of theirs, which differ by rounding at most, or the
+        sum where each has seen its own heads alone (norms of a head). What they hold could drift apart else."""
+        partial = {id(p) for p in self._partial}
+        held = [p for p in self.parameters.values() if p.grad is not None and sharded.copies(p, self.ranks.tensor) > 1]
+        for parts in (True, False):
+            gradients = [sharded.local(p.grad) for p in held if p.grad is not None and (id(p) in partial) == parts]
+            for together in _runs(gradients, _SUMMED_AT_ONCE):
+                summed = self.ranks.dividing.sum_(torch.cat([gradient.reshape(-1) for gradient in together]))
+                _scatter(summed if parts else summed / self.ranks.tensor, together)
 
     def step(self) -> StepInfo:
         """Clip, update, advance the schedule and the EMA; gradients are cleared.
@@ -392,7 +417,8 @@ class TrainedModel(PackedModel):
 
 def shards(train: Train, ranks: Ranks) -> bool:
     """Whether models are divided over the processes (`train.shard`). Raises ConfigError for an offload of what is not."""
-    divided = ranks.world > 1 and (train.shard == "always" or (train.shard == "auto" and torch.cuda.is_available()))
+    by_itself = torch.cuda.is_available() or ranks.tensor > 1
+    divided = ranks.world > 1 and (train.shard == "always" or (train.shard == "auto" and by_itself))
     if train.offload != "none" and not divided:
         raise ConfigError(
             f"train.offload={train.offload}: only a model that is sharded over several processes can lie in the CPU's memory. "
@@ -420,6 +446,12 @@ def _runs(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
         run.append(tensor)
     if run:
         yield run
+
+
+def _scatter(numbers: Tensor, targets: Sequence[Tensor]) -> None:
+    """Write numbers laid end to end back into the tensors they came from."""
+    for target, part in zip(targets, numbers.split([t.numel() for t in targets]), strict=True):
+        target.copy_(part.view_as(target))
 
 
 def prefixed(prefix: str, files: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

@@ -85,3 +85,9 @@ def check_mesh(settings: Launch, processes: int) -> None:
             f"launch.mesh.data: {mesh.data} × tensor {mesh.tensor} are {mesh.data * mesh.tensor} processes, but there are {processes}. "
             "Leave it at auto."
         )
+    if processes % mesh.tensor:
+        number = {"local": "launch.processes", "ray": "launch.ray.workers"}[settings.type]
+        raise ConfigError(
+            f"launch.mesh.tensor: {mesh.tensor} processes that divide products are no part of {processes}. "
+            f"Set {number} to {mesh.tensor} or a multiple, or tensor to 1."
+        )

@@ -6,7 +6,7 @@ so that what reads the head directly (`Distribution`) finds it. Gradients are su
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -14,17 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from accord.models.heads import READ, backbone, unwrap
+from accord.models.tensor_parallel import divide_products
 
 
-def shard(module: nn.Module, mesh: Any, *, offload: bool = False) -> None:
-    """Divide `module` over `mesh`, in place: its parameters become DTensors, split along their first dimension.
+def shard(module: nn.Module, mesh: Any, *, offload: bool = False) -> list[nn.Module]:
+    """Divide `module` over `mesh`, in place: its parameters become DTensors, split along their first dimension over `data`.
 
+    Where the mesh has a second dimension, `tensor`, the blocks' products are divided over it first (models/tensor_parallel.py); returned are
+    the modules that then see a part of the heads alone.
     `offload`: what belongs to this process lies in the CPU's memory and goes to the GPU for each use.
     """
     base = unwrap(module)
+    partial: list[nn.Module] = []
+    if mesh.ndim > 1:
+        partial, mesh = divide_products(module, mesh["tensor"]), mesh["data"]
     policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     for block in blocks_of(base):
         fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
@@ -36,6 +42,7 @@ def shard(module: nn.Module, mesh: Any, *, offload: bool = False) -> None:
     # The backbone is read without the head around it: that is a forward of the root too.
     setattr(base, READ, MethodType(_read, base))
     register_fsdp_forward_method(base, READ)
+    return partial
 
 
 def _read(base: nn.Module, **inputs: Any) -> Tensor:
@@ -178,19 +185,30 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A divided tensor as a whole, for which all processes have to ask; another one itself."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def divided(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor divided as `like` is (its step counter, a single number, never is)."""
-    tensor = tensor.to(like.device)
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+    if not isinstance(tensor, DTensor):
         return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    tensor = tensor.detach()
+    if tensor.device_mesh.ndim > 1:  # one dimension after the other: both at once PyTorch warns of
+        tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
+    return tensor.full_tensor()
+
+
+def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those that one fused operation can take together: divided over the same processes, or not divided."""
+    groups: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0, []).append(tensor)
+    return list(groups.values())
+
+
+def copies(tensor: Tensor, tensor_parallel: int) -> int:
+    """Processes that hold the same part of a divided tensor, where so many divide each product."""
+    return tensor_parallel if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 else 1
 
 
 @torch.no_grad()
-def squared_norm(tensors: list[Tensor]) -> float:
-    """Σ x² of what is here, in float64."""
+def squared_norm(tensors: Sequence[Tensor], tensor_parallel: int = 1) -> float:
+    """This process's share of Σ x², in float64: what several hold counts for each of them in part."""
     norms = [torch.linalg.vector_norm(local(tensor), dtype=torch.float64) for tensor in tensors]
-    return float(torch.stack(norms).square().sum()) if norms else 0.0
+    shares = [1 / copies(tensor, tensor_parallel) for tensor in tensors]
+    return float((torch.stack(norms).square() * torch.tensor(shares, device=norms[0].device)).sum()) if norms else 0.0

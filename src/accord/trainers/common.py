@@ -15,6 +15,7 @@ from accord.data.dataset import Example, Examples, corpus, load_examples
 from accord.data.needs import Need
 from accord.data.packing import PACKED_AT_ONCE, Pack
 from accord.data.template import ConversationEncoder
+from accord.engine.ranks import join
 from accord.engine.trained import StepInfo, TrainedModel
 from accord.errors import ConfigError, DataError
 from accord.models.heads import context_length
@@ -43,6 +44,7 @@ def load_data(
     `path` is the model whose tokenizer is used (default: model.path). A model from scratch trains its tokenizer on the data and
     comes back loaded; otherwise the third value is None. Raises ConfigError and DataError.
     """
+    join().divide(config.launch.mesh.tensor)
     loaded = None
     model = config.model
     if path is None and model.path is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -281,7 +281,7 @@ def make_critic(config: Config, policy: TrainedModel, total_steps: int) -> Criti
     if adapter is not None:
         head = shared.load_adapter(policy.module, CRITIC, adapter, seed=config.run.seed, trainable=True)
         return AdapterCritic(policy, head, config, total_steps)
-    if lora is not None and lora.share_base is not False and path in (None, config.model.path):
+    if lora is not None and _share_base(config) is not False and path in (None, config.model.path):
         return AdapterCritic(policy, shared.new_adapter(policy.module, CRITIC, lora, seed=config.run.seed), config, total_steps)
     return _own_critic(config, policy, total_steps)
 
@@ -326,15 +326,17 @@ def reward_on_base(config: Config, policy: LoadedModel) -> AdapterScorer | None:
 
 def _on_the_base(config: Config, key: str, path: str | None) -> Path | None:
     """The adapter that `path` stands for, where it can stand on the actor's base. What was asked for and can't be is refused."""
-    lora = config.model.lora
+    lora, share_base = config.model.lora, _share_base(config)
     adapter = shared.find_adapter(path) if path != config.model.path else None
     named = adapter is not None and path is not None and shared.is_adapter(Path(path).expanduser())
-    if lora is None or lora.share_base is False:
+    if lora is None or share_base is False:
         if named:
-            off = "model.lora" if lora is None else "model.lora.share_base"
+            needed = "model.lora={}" if lora is None else "model.lora.share_base=auto"
+            if config.launch.mesh.tensor > 1:
+                needed = "launch.mesh.tensor=1"
             raise ConfigError(
-                f"{key}.path: {path} holds an adapter, which stands on the actor's base only with {off}. "
-                f"Set {off}={'{}' if lora is None else 'auto'}, or name a whole model, such as RUN/model."
+                f"{key}.path: {path} holds an adapter, which stands on the actor's base only with {needed.split('=')[0]}. "
+                f"Set {needed}, or name a whole model, such as RUN/model."
             )
         return None
     why = None
@@ -346,8 +348,14 @@ def _on_the_base(config: Config, key: str, path: str | None) -> Path | None:
         why = shared.why_not_on(adapter, config.model)
     if why is None:
         return adapter
-    if named or lora.share_base is True:
+    if named or share_base is True:
         cure = "Name a whole model, such as RUN/model" if named else "Name an adapter trained over model.path"
-        also = "" if lora.share_base == "auto" else ", or set model.lora.share_base=auto"
+        also = "" if share_base == "auto" else ", or set model.lora.share_base=auto"
         raise ConfigError(f"{key}.path: {path} can't stand on the actor's base: {why}. {cure}{also}.")
     return None
+
+
+def _share_base(config: Config) -> bool | Literal["auto"]:
+    """`model.lora.share_base`; a base whose products are divided is not shared."""
+    lora = config.model.lora
+    return False if lora is None or config.launch.mesh.tensor > 1 else lora.share_base

@@ -72,9 +72,9 @@ class Trainer(Protocol):
 def seed_everything(seed: int, stage: str, step: int) -> None:
     """Make torch, numpy and random pure functions of (seed, stage, step), so that a resume needs no generator's state.
 
-    In a group also of the process: dropout is not the same noise everywhere.
+    In a group also of the process: dropout is not the same noise everywhere, but in those that divide the products of one pack it is.
     """
-    rank = join().rank
+    rank = join().rank // join().tensor
     word = np.random.SeedSequence([seed, *stage.encode(), step, *([rank] if rank else [])]).generate_state(2)
     torch.manual_seed(int(word[0]))
     np.random.seed(int(word[1]))

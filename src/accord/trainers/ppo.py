@@ -323,7 +323,7 @@ class PPOTrainer:
     def _minibatch(self, rollouts: Rollouts, responses: Sequence[int] | None = None) -> MiniBatch:
         """The responses of one optimizer step; None: all of them."""
         numbers = range(len(rollouts)) if responses is None else responses
-        return rollouts.minibatch(numbers, self.config.train.max_tokens, self.policy.ranks.world)
+        return rollouts.minibatch(numbers, self.config.train.max_tokens, self.policy.shares)
 
     def _forward(self, pack: Pack, critic: Critic | None) -> Forward:
         """The pack as the policy and `critic` read it, with gradient where enabled."""

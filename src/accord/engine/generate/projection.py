@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from accord.models.quantized import QuantizedLinear
+from accord.models.tensor_parallel import is_cut, own
 
 Placement = Literal["shared", "copied", "packed"]
 
@@ -68,8 +69,7 @@ class Projection:
         """Copy the weights as they are now, into the same memory if there is some: what points to it (a CUDA graph) stays right."""
         if self.placement == "shared":
             return
-        found = map(merged_weight, self.modules)
-        weights, biases = zip(*(pair if self.part is None else self.part.of(*pair) for pair in found), strict=True)
+        weights, biases = zip(*map(self._weight, self.modules), strict=True)
         weight = weights[0].to(self.dtype) if len(weights) == 1 else torch.cat([w.to(self.dtype) for w in weights])
         if any(bias is not None for bias in biases):
             whole = [bias if bias is not None else weight.new_zeros(len(w)) for bias, w in zip(biases, weights, strict=True)]
@@ -79,6 +79,14 @@ class Projection:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
         else:
             self.weight = renewed(self.weight, weight)
+
+    def _weight(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        if self.part is None:
+            return merged_weight(module)
+        if is_cut(module):
+            weight, bias = merged_weight(module)
+            return weight, bias if not self.part.inputs or self.part.rank == 0 else None
+        return self.part.of(*merged_weight(module))
 
     def release(self) -> None:
         """Free the copies."""
@@ -111,22 +119,32 @@ def renewed(old: Tensor | None, new: Tensor) -> Tensor:
 
 
 def merged_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """(W [out, in], b) of a linear module, GPT-2's transposed kind and those in 4 bits included; an active LoRA adapter is merged in, in float32."""
+    """(W [out, in], b) of a linear module, GPT-2's transposed kind and those in 4 bits included; an active LoRA adapter is merged in, in float32.
+
+    Of one whose product is divided (models/tensor_parallel.py), this process's part.
+    """
     part: Any = module
     delta = None
     if hasattr(part, "get_delta_weight"):
         off = part.disable_adapters or part.merged  # merged: W holds it already
         active = [] if off else [name for name in part.active_adapters if name in part.lora_A]
         for name in active:
-            change = part.get_delta_weight(name).float()
+            change = _own_change(part, name) if is_cut(part) else part.get_delta_weight(name).float()
             delta = change if delta is None else delta + change
         part = part.base_layer
-    weight = part.weight.detach()
+    weight = own(part.weight).detach()
     if delta is not None:
         weight = weight.float() + delta
     if isinstance(part, Conv1D):
         weight = weight.T
-    return weight, None if part.bias is None else part.bias.detach()
+    return weight, None if part.bias is None else own(part.bias).detach()
+
+
+def _own_change(layer: Any, name: str) -> Tensor:
+    """Of (α/r) B A of an adapter, the rows or columns that this process has, in float32."""
+    return layer.scaling[name] * (
+        own(layer.lora_B[name].weight).detach().float() @ own(layer.lora_A[name].weight).detach().float()
+    )
 
 
 def is_projection(module: nn.Module) -> bool:

@@ -1,0 +1,96 @@
+"""Products divided over processes (`launch.mesh.tensor`): what is learnt, saved and sampled is what one process learns, saves and samples."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.distributed import test_offline, test_ppo, test_runs
+from tests.distributed.group import Job, alone, answers, assert_alike
+from tests.distributed.test_ppo import other_tokenizer, reward_run  # noqa: F401  (fixtures)
+
+LORA = {"model": {"lora": {"rank": 4}}}
+
+
+def divided(job: Job, tensor: int = 2) -> Job:
+    return {**job, "changes": {**job["changes"], "launch": {"mesh": {"tensor": tensor}}}}
+
+
+def compare(jobs: list[Job], world: int, folder: Any, tensor: int = 2) -> None:
+    wanted = alone(jobs)
+    for found in answers(world, [divided(job, tensor) for job in jobs], folder):
+        for one, other in zip(found, wanted, strict=True):
+            assert_alike(one, other)
+
+
+def test_two_processes_that_divide_products_learn_what_one_learns(tiny_folder, tmp_path):
+    model = tiny_folder("llama")
+    jobs = [test_offline.job(kind, model, tmp_path, valid=valid) for valid, kind in enumerate(("sft", "reward", "dpo"), 1)]
+    compare(jobs, 2, tmp_path / "group")
+
+
+@pytest.mark.slow
+def test_four_processes_of_which_two_divide_products(tiny_folder, tmp_path):
+    """Packs are divided over two pairs: with 1, 2 and 3 held-out rows."""
+    model = tiny_folder("llama")
+    jobs = [test_offline.job(kind, model, tmp_path, valid=valid) for valid, kind in enumerate(("sft", "reward", "dpo"), 1)]
+    compare(jobs, 4, tmp_path / "group")
+
+
+@pytest.mark.slow
+def test_every_kind_of_model_that_says_how_it_is_divided(tiny_folder, tmp_path):
+    llama = tiny_folder("llama")
+    jobs = [
+        *(test_offline.job("sft", tiny_folder(family), tmp_path, valid=1) for family in ("qwen2", "qwen3", "gemma2", "gpt_neox")),
+        test_offline.job("sft", tiny_folder("llama", tie_word_embeddings=True), tmp_path),
+        test_offline.job("sft", llama, tmp_path, model={"gradient_checkpointing": True}),
+        test_offline.job("dpo", tiny_folder("qwen3"), tmp_path, **LORA),
+        test_offline.job("reward", llama, tmp_path, valid=1, **LORA),
+        test_offline.job("dpo", llama, tmp_path, reference={"precompute": True}),
+    ]
+    compare(jobs, 2, tmp_path / "group")
+
+
+def test_improving_is_the_same_where_products_are_divided(tiny_folder, tmp_path):
+    model = tiny_folder("llama")
+    compare(
+        [test_ppo.job(model, tmp_path, {}), test_ppo.job(model, tmp_path, {"critic": {"share_trunk": True}})],
+        2,
+        tmp_path / "group",
+    )
+
+
+@pytest.mark.slow
+def test_every_kind_of_improving_where_products_are_divided(tiny_folder, reward_run, other_tokenizer, tmp_path):
+    scored = {"ppo": {"rewards": [{"type": "model"}]}, "reward_model": {"path": str(reward_run)}}
+    which = [
+        {},
+        {**test_ppo.NO_CRITIC, "ppo": {"advantage": "grpo"}},
+        {"model": {"lora": {"rank": 4, "share_base": False}}},
+        {**scored, "model": {"lora": {"rank": 4, "share_base": False}}},
+        {"critic": {"share_trunk": True, "warmup_steps": 1}},
+        {"critic": {"path": str(other_tokenizer)}},  # stays whole
+    ]
+    compare([test_ppo.job(tiny_folder("llama"), tmp_path, changes) for changes in which], 4, tmp_path / "group")
+
+
+@pytest.mark.slow
+def test_a_run_cut_off_where_products_are_divided_goes_on_otherwise(tiny_folder, tmp_path):
+    """From pairs of pairs to one process, to two with whole models, and from one process to pairs of pairs."""
+    model, kinds = tiny_folder("llama"), test_runs.KINDS
+    alone([test_runs.job(kind, model, tmp_path / "whole") for kind in kinds])
+    cut = [divided(test_runs.job(kind, model, tmp_path / "cut", "always", 3)) for kind in kinds]
+    for found in answers(4, cut, tmp_path / "four"):
+        assert all("after step 3 of 5" in result["interrupted"] for result in found)
+    for kind in kinds:
+        shutil.copytree(f"{tmp_path}/cut-{kind}", f"{tmp_path}/two-{kind}")
+        shutil.copytree(f"{tmp_path}/cut-{kind}", f"{tmp_path}/again-{kind}")
+    alone([test_runs.job(kind, model, tmp_path / "cut") for kind in kinds])
+    answers(2, [test_runs.job(kind, model, tmp_path / "two", "never") for kind in kinds], tmp_path / "group of two")
+    again = [divided(test_runs.job(kind, model, tmp_path / "again", "always")) for kind in kinds]
+    answers(4, again, tmp_path / "group of four")
+    for kind in kinds:
+        for way in ("cut", "two", "again"):
+            test_runs.assert_same_run(f"{tmp_path}/{way}-{kind}", f"{tmp_path}/whole-{kind}", kind)
