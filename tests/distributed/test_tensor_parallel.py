@@ -63,7 +63,7 @@ def test_improving_is_the_same_where_products_are_divided(tiny_folder, tmp_path)
 
 
 @pytest.mark.slow
-def test_every_kind_of_improving_where_products_are_divided(tiny_folder, reward_run, other_tokenizer, tmp_path):
+def test_every_kind_of_improving_where_products_are_divided(tiny_folder, reward_run, other_tokenizer, tmp_path):  # noqa: F811
     scored = {"ppo": {"rewards": [{"type": "model"}]}, "reward_model": {"path": str(reward_run)}}
     which = [
         {},

@@ -119,7 +119,14 @@ def test_a_full_disk_is_told_and_with_more_room_the_run_goes_on(
         stopped_by.append(line)
     assert code == 0, runs.said
     assert all(any(what in line for line in stopped_by) for what in ("checkpoint", "/cache/demo", "/cache/tokens")), stopped_by
-    assert runs.left_by(run) == whole
+    assert unmeasured(runs.left_by(run)) == unmeasured(whole)
+
+
+def unmeasured(left: dict[str, Any]) -> dict[str, Any]:
+    """Without how far sampler and trainer are apart: where there was no room for the compiled kernels, PyTorch's own round otherwise."""
+    rows = [{key: row[key] for key in row if not key.startswith("ppo/sampler_logp_diff")} for row in left["metrics.jsonl"]]
+    last = {key: value for key, value in left["summary.json"].items() if not key.startswith("ppo/sampler_logp_diff")}
+    return left | {"metrics.jsonl": rows, "summary.json": last}
 
 
 def test_a_file_that_may_not_grow_is_named(runs: Any, whole: Any, tmp_path: Path):

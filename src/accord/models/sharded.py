@@ -187,10 +187,10 @@ def whole(tensor: Tensor) -> Tensor:
     """A divided tensor as a whole, for which all processes have to ask; another one itself."""
     if not isinstance(tensor, DTensor):
         return tensor
-    tensor = tensor.detach()
-    if tensor.device_mesh.ndim > 1:  # one dimension after the other: both at once PyTorch warns of
-        tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
-    return tensor.full_tensor()
+    parts: DTensor = tensor
+    if parts.device_mesh.ndim > 1:  # one dimension after the other: both at once PyTorch warns of
+        parts = parts.redistribute(placements=[Replicate(), *parts.placements[1:]])
+    return parts.full_tensor().detach()
 
 
 def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

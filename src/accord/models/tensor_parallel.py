@@ -45,7 +45,7 @@ def divide_products(module: nn.Module, mesh: Any) -> list[nn.Module]:
         for linear in _linears(part, by_rows):
             if type(linear) is not nn.Linear:
                 raise ConfigError(f"{_SAID}{name} is no plain linear layer ({type(linear).__name__}). {_WAY_OUT}")
-            _cut(linear, mesh, by_rows, sums.setdefault(_BLOCK.split(name)[0] + _BLOCK.search(name)[0], _Sum(mesh.get_group())))
+            _cut(linear, mesh, by_rows, sums.setdefault(_block_of(name), _Sum(mesh.get_group())))
     return partial
 
 
@@ -67,6 +67,12 @@ def _planned(base: Any) -> Iterator[tuple[nn.Module, str, str]]:
     for name, part in backbone(base).named_modules():
         if (kind := plan.get(_BLOCK.sub("*", name, count=1))) is not None:
             yield part, kind, name
+
+
+def _block_of(name: str) -> str:
+    """The name as far as the block's number."""
+    found = _BLOCK.search(name)
+    return name[: found.end()] if found else ""
 
 
 def _check(base: Any, count: int) -> None:
