@@ -2,6 +2,7 @@
 
     python scripts/torture.py                            20 kills of each stage, about half an hour
     python scripts/torture.py --stages ppo --kills 100 --seed 7 --processes 2
+    python scripts/torture.py --processes 4 --settings launch.mesh.tensor=2
 
 A run is started as its command line is, killed with SIGKILL while it loads, trains, samples, evaluates, saves or exports, and started again
 with the same command. Once it is finished, its models, averages and exports, its metrics (every step once) and its samples are compared.
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,15 @@ def kill(life: list[Any], rng: random.Random) -> bool:
 
 
 def torture(
-    stage: str, folder: Path, *, kills: int, steps: int, seed: int, processes: int = 1, say: Callable[[str], None] = print
+    stage: str,
+    folder: Path,
+    *,
+    kills: int,
+    steps: int,
+    seed: int,
+    processes: int = 1,
+    settings: Sequence[str] = (),
+    say: Callable[[str], None] = print,
 ) -> None:
     """Kill runs of `stage` at least `kills` times and compare each that came through. Raises RuntimeError where something differs."""
     rng, began = random.Random(f"{seed} {stage}"), time.monotonic()
@@ -178,7 +187,7 @@ def torture(
     os.environ["ACCORD_CACHE"] = str(folder / "cache")
     whole = folder / "whole"
     start_of_whole = time.monotonic()
-    if codes := [code for code in wait(start(command(stage, model, whole, steps), processes, log), log) if code]:
+    if codes := [code for code in wait(start([*command(stage, model, whole, steps), *settings], processes, log), log) if code]:
         raise RuntimeError(f"the undisturbed run ended with {codes[0]}:\n{log.read_text()[-2000:]}")
     seconds = time.monotonic() - start_of_whole
     wanted, hit, rounds = left_by(whole), Counter[str](), 0
@@ -188,7 +197,7 @@ def torture(
         os.environ["ACCORD_CACHE"] = str(folder / f"cache-{rounds}")  # to be written anew, and killed while it is
         while True:
             saving = f"checkpoint.asynchronous={rng.choice(['true', 'false'])}"
-            life = start([*command(stage, model, run, steps), saving], processes, log)
+            life = start([*command(stage, model, run, steps), saving, *settings], processes, log)
             if sum(hit.values()) < kills:
                 moment = rng.choice(MOMENTS)
                 wait_for(moment, life, run, seconds, rng)
@@ -252,6 +261,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="of a run (12)")
     parser.add_argument("--processes", type=int, default=1, help="of a run (1)")
     parser.add_argument("--seed", type=int, default=None, help="of the moments; default: a new one, which is printed")
+    parser.add_argument(
+        "--settings", nargs="+", default=[], metavar="KEY=VALUE", help="of all runs, such as launch.mesh.tensor=2"
+    )
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
     folder = Path(tempfile.mkdtemp(prefix="accord-torture-"))
@@ -261,7 +273,7 @@ def main() -> None:
         try:
             torture(
                 stage, folder / stage, kills=arguments.kills, steps=arguments.steps, seed=seed, processes=arguments.processes,
-                say=lambda text: print(text, flush=True),
+                settings=arguments.settings, say=lambda text: print(text, flush=True),
             )  # fmt: skip
         except RuntimeError as error:
             sys.exit(f"{stage}: {error}")

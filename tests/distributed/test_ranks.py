@@ -37,6 +37,18 @@ def test_every_item_has_one_process_and_in_lockstep_all_have_as_many_turns(world
     assert all(len(own) == 1 for own in free if not own[0][1])
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
+def test_those_that_divide_products_have_the_same_items(count):
+    group = [Ranks(rank, 4).divide(2) for rank in range(4)]
+    turns = [member.turns(count) for member in group]
+    assert turns[0] == turns[1] and turns[2] == turns[3]
+    assert sorted(number for own in (turns[0], turns[2]) for number, counts in own if counts) == list(range(count))
+    free = [member.turns(count, lockstep=False) for member in group]
+    assert sorted(number for own in free for number, counts in own if counts) == list(range(count))
+    with pytest.raises(ConfigError, match="does not divide the number of processes, 4"):
+        group[0].divide(3)
+
+
 class Named(NamedTuple):
     losses: torch.Tensor
     note: str | None

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from accord.errors import ConfigError
+from accord.models.tensor_parallel import divide_products
 from tests.distributed import test_offline, test_ppo, test_runs
 from tests.distributed.group import Job, alone, answers, assert_alike
 from tests.distributed.test_ppo import other_tokenizer, reward_run  # noqa: F401  (fixtures)
@@ -37,6 +39,37 @@ def test_four_processes_of_which_two_divide_products(tiny_folder, tmp_path):
     model = tiny_folder("llama")
     jobs = [test_offline.job(kind, model, tmp_path, valid=valid) for valid, kind in enumerate(("sft", "reward", "dpo"), 1)]
     compare(jobs, 4, tmp_path / "group")
+
+
+@pytest.mark.slow
+def test_four_processes_hold_a_quarter_of_each_matrix_and_half_of_what_stays_whole(tiny_folder, tmp_path):
+    model = tiny_folder("llama")
+    job = {
+        "do": "held",
+        "model": str(model),
+        "run": str(tmp_path / "run"),
+        "changes": test_offline.job("sft", model, "")["changes"],
+    }
+    for (found,) in answers(4, [divided(job)], tmp_path / "group"):
+        for name, share in found.items():
+            assert share == (0.25 if "_proj" in name else 0.5), name
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "said"),
+    [
+        ("gpt2", 2, "does not say how it is divided"),
+        ("olmo2", 2, "divided in a way that is not built"),
+        ("llama", 3, "4 attention heads, which 3 processes can't share evenly"),
+    ],
+)
+def test_what_can_not_be_divided_is_refused(family, tensor, said, tiny_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder(family))
+    mesh = type("Mesh", (), {"size": lambda self: tensor})()
+    with pytest.raises(ConfigError, match=said):
+        divide_products(model, mesh)
 
 
 @pytest.mark.slow

@@ -41,6 +41,28 @@ def offline(
         return {"before": before, "steps": curve, "after": t.evaluate(steps), "weights": summary(t.model)}
 
 
+def held(model: str, run: str, changes: dict[str, Any]) -> dict[str, float]:
+    """Of each parameter, its gradient, moments and average: the share of its numbers that this process holds."""
+    from tests.trainers.runs import demonstrations, trainer
+
+    with trainer("sft", Path(model), Path(run), changes, demonstrations(8), demonstrations(2)) as t:
+        gradients: dict[str, Any] = {}
+        step = t.model.optimizer.step
+
+        def kept(*arguments: Any) -> Any:
+            gradients.update({name: p.grad for name, p in t.model.parameters.items()})
+            return step(*arguments)
+
+        t.model.optimizer.step = kept
+        t.step(1)
+        states = t.model.optimizer.state
+        of = {
+            name: [p, gradients[name], states[p]["exp_avg"], states[p]["exp_avg_sq"], t.model.ema[name]]
+            for name, p in t.model.parameters.items()
+        }
+        return {name: sum(sharded.local(x).numel() for x in tensors) / (5 * tensors[0].numel()) for name, tensors in of.items()}
+
+
 def spoilt(model: str, run: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Three steps of SFT; in the second one the last process meets a loss that is no number."""
     from tests.trainers.runs import demonstrations, trainer

@@ -65,6 +65,9 @@ def test_the_mesh_holds_the_processes_there_are():
     check_mesh(Config(launch={"processes": "auto"}).launch, 3)
     with pytest.raises(ConfigError, match="but there are 3"):
         check_mesh(Config(launch={"processes": "auto", "mesh": {"data": 2}}).launch, 3)
+    check_mesh(Config(launch={"processes": "auto", "mesh": {"tensor": 2}}).launch, 4)
+    with pytest.raises(ConfigError, match=r"no part of 3\. Set launch\.processes to 2 or a multiple"):
+        check_mesh(Config(launch={"processes": "auto", "mesh": {"tensor": 2}}).launch, 3)
 
 
 def test_how_a_run_is_launched_is_no_reason_to_refuse_a_resume():

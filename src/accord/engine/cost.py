@@ -163,13 +163,16 @@ def cost(config: Config, models: Models, lengths: Lengths, ranks: int = 1, *, gp
     """What one step of `config` (that of a stage) costs `rank` of `ranks`; rank 0 has most.
 
     `gpu`: NCCL, and attention and logits as a GPU is given them; False: gloo and the CPU's. Answers of one prompt share its computation.
-    Sampling is that with whole weights: ValueError for engine.pin_parameters=false and inference_tp_size, which are not counted.
+    Sampling is that with whole weights: ValueError for engine.pin_parameters=false and inference_tp_size, which are not counted, as
+    launch.mesh.tensor is not.
     """
     assert config.stage is not None, "a configuration made by config.for_stage()"
     if config.stage == "ppo" and (config.engine.inference_tp_size > 1 or not config.engine.pin_parameters):
         raise ValueError(
             "engine.pin_parameters=false and engine.inference_tp_size are not counted: docs/distributed.md says what they hold"
         )
+    if config.launch.mesh.tensor > 1:
+        raise ValueError("launch.mesh.tensor is not counted: docs/distributed.md says what it divides")
     train, bf16 = config.train, config.train.precision == "bf16"
     sharded = ranks > 1 and (train.shard == "always" or (train.shard == "auto" and gpu))
     parts = (ranks if sharded else 1), (rank if sharded else 0)
