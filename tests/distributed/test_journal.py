@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from accord.trainers.ppo_replay import replay_step
 from tests.distributed.group import finish, said, start
 from tests.rewards.services import serving
 from tests.trainers.ppo_setup import PROMPTS, settings
@@ -28,6 +29,34 @@ PPOTrainer.weigh = dies
 with PPOTrainer(Config(**json.load(open(sys.argv[1])))) as trainer:
     trainer.train()
 """
+
+
+def settings_file(tiny_folder, run, data, **changes):
+    data.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    changes |= {"data": {"train": str(data)}, "checkpoint": {"every_steps": 2}}
+    file = run.with_suffix(".json")
+    file.write_text(json.dumps(settings(tiny_folder("llama"), run, changes).to_dict()))
+    return file
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"launch": {"mesh": {"tensor": 2}}},
+        pytest.param({"train": {"shard": "always"}, "engine": {"pin_parameters": False}}, marks=pytest.mark.slow),
+        pytest.param({"engine": {"inference_tp_size": 2}}, marks=pytest.mark.slow),
+    ],
+)
+def test_one_process_computes_a_step_of_two_again(tiny_folder, tmp_path, way):
+    way = {**way, "train": {"batch_size": 2, "max_steps": 3, **way.get("train", {})}}
+    config = settings_file(tiny_folder, tmp_path / "run", tmp_path / "prompts.jsonl", **way)
+    assert finish(start(2, ["-c", PROGRAM, str(config), "99"], tmp_path / "logs"), tmp_path / "logs") == [0, 0], said(
+        tmp_path / "logs"
+    )
+    found = replay_step(tmp_path / "run", 3, tolerance=1e-5)
+    far = {m.name for m in found.differing if m.logged is None or m.replayed is None or abs(m.logged - m.replayed) > 1e-5}
+    assert far <= {"train/pack_fill", "train/tokens", "ppo/clip_fraction"}  # two processes have a pack each where one has one
+    assert any("ranks " in note and "→ 1" in note for note in found.notes)
 
 
 @pytest.mark.slow

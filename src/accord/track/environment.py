@@ -25,22 +25,26 @@ def versions() -> dict[str, str]:
     return found
 
 
-def conditions() -> dict[str, str]:
-    """What must be the same for a resume to be exact to the bit: versions, threads, ranks and the processor that computes."""
+def conditions(tensor: int = 1) -> dict[str, str]:
+    """What must be the same for a resume to be exact to the bit: versions, threads, ranks and the processor that computes.
+
+    `tensor`: ranks that divide each product (launch.mesh.tensor).
+    """
     import torch
     import torch.distributed as dist
 
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    layout = str(ranks) if tensor == 1 else f"{ranks // tensor} × {tensor}"
     if torch.cuda.is_available():
         processor = torch.cuda.get_device_name()
     else:
         processor = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
-    return versions() | {"threads": str(torch.get_num_threads()), "ranks": str(ranks), "processor": processor}
+    return versions() | {"threads": str(torch.get_num_threads()), "ranks": layout, "processor": processor}
 
 
-def changed(before: Mapping[str, str]) -> list[str]:
+def changed(before: Mapping[str, str], tensor: int = 1) -> list[str]:
     """What of `before` (earlier `conditions()`) is another now, as "torch 2.11 → 2.13"."""
-    now = conditions()
+    now = conditions(tensor)
     return [f"{name} {value} → {now.get(name, 'none')}" for name, value in before.items() if value != now.get(name)]
 
 

@@ -39,11 +39,12 @@ FOLDERS = ("checkpoints", "model", "critic", "adapter", "best", "ema", "exports"
 STAGES = ("sft", "reward", "dpo", "ppo")
 
 # Keys that change where, whether, when or how visibly things happen, but no weight: they may differ on resume. So may what an alarm
-# does (a run that it has stopped goes on when the user says otherwise), and the number of processes: sums are then rounded otherwise.
+# does (a run that it has stopped goes on when the user says otherwise), and the number of processes and what they divide: sums are then rounded
+# otherwise.
 NEUTRAL = (
     "run.dir", "run.resume", "run.overwrite", "launch", "track", "checkpoint", "export", "eval.at_start", "eval.every_steps",
     "eval.every_epochs", "eval.every_seconds", "data.cache", "data.workers", "extends", "train.shard", "train.offload", "ppo.alarms",
-    "ppo.on_alarm", "ppo.journal",
+    "ppo.on_alarm", "ppo.journal", "engine.inference_tp_size", "engine.pin_parameters", "engine.tp_gather_partition_size",
 )  # fmt: skip
 # Sections that a stage does not read: a changed PPO setting is no other configuration for a finished SFT.
 UNREAD = {

@@ -140,7 +140,7 @@ def _train(trainer: Trainer, run: RunFolder, checkpoints: Checkpoints, signals: 
             notes = _Notes(**state["notes"])
             watch.load_state(state["alarms"])
             told.append(f"going on from step {start} of {trainer.total_steps}")
-            if differing := changed(state["conditions"]):
+            if differing := changed(state["conditions"], ranks.tensor):
                 told.append(f"not exact to the bit from here on, since this has changed: {', '.join(differing)}")
     with _tracker(trainer, run, start) if ranks.is_main else NoTracker() as tracker:
         for line in told:
@@ -239,7 +239,7 @@ def _save(
 ) -> None:
     tracker.sync()  # what is logged up to here must not be younger on the disk than the checkpoint
     tensors, state = trainer.state()
-    loop = {"notes": notes.as_dict(), "alarms": watch.state(), "conditions": conditions()}
+    loop = {"notes": notes.as_dict(), "alarms": watch.state(), "conditions": conditions(join().tensor)}
     checkpoints.save(step, tensors, {"trainer": state, **loop})
     tracker.pause()
 

@@ -22,6 +22,7 @@ from accord.trainers.ppo_experience import Experience
 from accord.trainers.ppo_journal import JOURNAL, Identity, Journal, Kind, misfits
 
 ABSOLUTE = 1e-7  # differences below it are rounding, whatever the tolerance
+DIVIDING = {"train": ("offload",), "engine": ("inference_tp_size", "pin_parameters", "tp_gather_partition_size")}
 MEASURED = ("time/", "throughput/", "memory/", "train/tokens_per_s")  # seconds and bytes, no result of the computation
 
 
@@ -96,7 +97,7 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
     say(f"computing step {start + 1 if start + 1 == step else f'{start + 1} to {step}'} again from {from_where}")
     lowered = lowered_rates(folder / "alarms.jsonl")
     result = Replay(step, start, notes=notes)
-    with PPOTrainer(build(saved, name=folder.name, stage="ppo")) as trainer:
+    with PPOTrainer(build(_in_one_process(saved), name=folder.name, stage="ppo")) as trainer:
         if checkpoint is not None:
             trainer.load_state({name: checkpoint.tensors(name) for name in checkpoint.names}, checkpoint.state["trainer"])
         trainer.journal = journal
@@ -130,6 +131,14 @@ def ppo_run(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
             f"{folder}: its prompts were handed over in Python. Only a run whose data.train names them can be replayed."
         )
     return folder, saved, about
+
+
+def _in_one_process(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings without those that say how several processes divide the work: one computes a step again."""
+    left = {name: section for name, section in saved.items() if name != "launch"}
+    for name, keys in DIVIDING.items():
+        left[name] = {key: value for key, value in (saved.get(name) or {}).items() if key not in keys}
+    return left
 
 
 def compare(logged: Mapping[str, Any], replayed: Mapping[str, Any], tolerance: float) -> list[Compared]:
