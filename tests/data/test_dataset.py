@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from accord.data import dataset
 from accord.data.dataset import corpus, held_out, load_examples
 from accord.data.records import Demonstration, Preference, Prompt
 from accord.data.template import ConversationEncoder
+from accord.data.token_store import StoreWriter
 from accord.errors import ConfigError, DataError
 
 from .conftest import talk
@@ -474,3 +477,12 @@ def test_rows_of_any_nonsense_are_counted_or_refused_never_a_crash(encoder: Conv
     except DataError:
         return
     assert report.read == len(rows) == report.used + sum(report.dropped.values())
+
+
+def test_what_a_killed_process_left_in_the_cache_goes_after_a_day(tmp_path):
+    old, fresh, under_way = (StoreWriter(tmp_path / "whole").folder for _ in range(3))
+    yesterday = time.time() - 25 * 3600
+    for path in (old, *old.iterdir(), under_way):
+        os.utime(path, (yesterday, yesterday))
+    StoreWriter(tmp_path / "whole").discard()
+    assert {*tmp_path.iterdir()} == {fresh, under_way}

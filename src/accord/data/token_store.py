@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,11 +33,21 @@ _ARRAYS: dict[str, Any] = {
 }
 
 
+def _remove_leftovers(cache: Path) -> None:
+    """What a killed process had begun to write there: nobody has written to it for a day."""
+    for folder in cache.glob(".tokens-*"):
+        with suppress(OSError):  # another process may be faster
+            written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - written > 24 * 3600:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 class StoreWriter:
     """Writes examples one by one into a folder beside `target` and renames it when it is whole."""
 
     def __init__(self, target: Path):
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target.parent)
         self.target = target
         self.folder = Path(tempfile.mkdtemp(prefix=".tokens-", dir=target.parent))
         self._files = {name: open(self.folder / f"{name}.bin", "wb") for name in _ARRAYS}  # noqa: SIM115
