@@ -50,9 +50,14 @@ def test_four_processes_hold_a_quarter_of_each_matrix_and_half_of_what_stays_who
         "run": str(tmp_path / "run"),
         "changes": test_offline.job("sft", model, "")["changes"],
     }
-    for (found,) in answers(4, [divided(job)], tmp_path / "group"):
-        for name, share in found.items():
+    recomputed = {**job, "changes": {**job["changes"], "model": {"gradient_checkpointing": True}}}
+    jobs = [divided(job), *(divided({**each, "do": "sums"}) for each in (job, recomputed))]
+    for shares, once, twice in answers(4, jobs, tmp_path / "group"):
+        for name, share in shares.items():
             assert share == (0.25 if "_proj" in name else 0.5), name
+        # where attention and MLP end, and of the gradients where they begin; computed again, once more where attention ends
+        assert once["sums"] == 4 * once["layers"] * once["packs"] // 2
+        assert twice["sums"] == 5 * twice["layers"] * twice["packs"] // 2
 
 
 @pytest.mark.parametrize(

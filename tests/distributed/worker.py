@@ -63,6 +63,25 @@ def held(model: str, run: str, changes: dict[str, Any]) -> dict[str, float]:
         return {name: sum(sharded.local(x).numel() for x in tensors) / (5 * tensors[0].numel()) for name, tensors in of.items()}
 
 
+def sums(model: str, run: str, changes: dict[str, Any]) -> dict[str, int]:
+    """Of a step of SFT: sums of hidden states over the processes, packs, layers."""
+    from torch import distributed
+
+    from tests.trainers.runs import demonstrations, trainer
+
+    with trainer("sft", Path(model), Path(run), changes, demonstrations(4), demonstrations(2)) as t:
+        packs, found, plain = t.model.pack([t.examples.train[i].tree for i in range(4)]), [], distributed.all_reduce
+
+        def counted(tensor: Any, *arguments: Any, **options: Any) -> Any:
+            if tensor.dim() == 3:
+                found.append(tuple(tensor.shape))
+            return plain(tensor, *arguments, **options)
+
+        with patch.object(distributed, "all_reduce", counted):
+            t.step(1)
+        return {"sums": len(found), "packs": len(packs), "layers": len(sharded.blocks_of(t.model.inner))}
+
+
 def spoilt(model: str, run: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Three steps of SFT; in the second one the last process meets a loss that is no number."""
     from tests.trainers.runs import demonstrations, trainer
