@@ -130,8 +130,7 @@ def wait(life: list[Any], log: Path) -> list[int]:
     where all hang."""
     end = time.monotonic() + LIFE
     while running := [process.sentinel for process in life if process.exitcode is None]:
-        multiprocessing.connection.wait(running, end - time.monotonic())
-        failed = any(process.exitcode for process in life)
+        failed = any(process.exitcode for process in life)  # it may have been before this began
         if failed:
             end = min(end, time.monotonic() + OTHERS)
         if time.monotonic() >= end:
@@ -140,6 +139,7 @@ def wait(life: list[Any], log: Path) -> list[int]:
                 process.join()
             if not failed:
                 raise RuntimeError(f"it hangs:\n{log.read_text()[-2000:]}")
+        multiprocessing.connection.wait(running, max(0.0, end - time.monotonic()))
     return [process.exitcode for process in life]
 
 
