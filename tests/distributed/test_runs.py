@@ -150,3 +150,21 @@ def test_a_killed_process_hangs_nobody(tmp_path):
     assert processes[0].wait(300) == PeerLost.exit_code
     finish(processes, tmp_path)
     assert "another process of this run has stopped" in (tmp_path / "0.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_waits_for_the_others_hears_a_signal(number, tmp_path):
+    """Joining takes place outside Python, for up to half an hour."""
+    (process, other) = start(2, ["-m", "accord", "sft", "quickstart", f"run.dir={tmp_path}/run"], tmp_path)
+    other.kill()
+    end = time.monotonic() + 120
+    while "tcpstore" not in threads(process.pid) and time.monotonic() < end:  # it listens for the others
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    assert (tmp_path / "0.log").read_text().strip() == "interrupted"
+
+
+def threads(pid: int) -> str:
+    """The names of a process's threads."""
+    return " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm"))

@@ -10,6 +10,7 @@ import atexit
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
@@ -265,11 +266,15 @@ def _from_environment(environment: Mapping[str, str]) -> Ranks:
         backend = "cpu:gloo,cuda:nccl"
     from torch import distributed
 
-    try:
+    def meet() -> Any:
         store, _, _ = next(distributed.rendezvous("env://", timeout=TIMEOUT))
         distributed.init_process_group(
             backend, store=distributed.PrefixStore("group", store), rank=rank, world_size=world, timeout=TIMEOUT
         )
+        return store
+
+    try:
+        store = _hearing_signals(meet)
     except (RuntimeError, ValueError) as error:
         where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         raise AccordError(
@@ -281,6 +286,26 @@ def _from_environment(environment: Mapping[str, str]) -> Ranks:
         logging.getLogger("accord").setLevel(logging.ERROR)
     atexit.register(_leave, ranks)
     return ranks
+
+
+def _hearing_signals(wait: Callable[[], T]) -> T:
+    """What `wait` gives, which waits outside Python: in a thread of its own, so that Ctrl-C and SIGTERM are answered meanwhile."""
+    given: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            given.append(wait())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="meeting the others", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if failed:
+        raise failed[0]
+    return given[0]
 
 
 def _leave(ranks: Ranks) -> None:
