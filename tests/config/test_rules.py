@@ -117,6 +117,7 @@ def test_a_secret_is_not_repeated_by_its_refusal():
         (None, {"model": {"lora": {"share_base": True}}, "launch": {"mesh": {"tensor": 2}}}, "several adapters on it is not divided", {"model": {"lora": {}}, "launch": {"mesh": {"tensor": 2}}}),
         (None, {"engine": {"inference_tp_size": 4}, "launch": {"mesh": {"tensor": 2}}}, "divided in the same way", {"engine": {"inference_tp_size": 2, "tp_gather_partition_size": 2}, "launch": {"mesh": {"tensor": 2}}}),
         (None, {"engine": {"pin_parameters": False}, "launch": {"mesh": {"tensor": 2}}}, "its part of the layers", {"engine": {"tp_gather_partition_size": 2}, "launch": {"mesh": {"tensor": 2}}}),
+        (None, {"launch": {"mesh": {"tensor": 2}}, "model": {"quantization": "nf4", "lora": {}}}, "in 4 bits is not divided", {"model": {"quantization": "nf4", "lora": {}}}),
         (None, {"launch": {"type": "ray", "ray": {"workers": 3}, "mesh": {"data": 2}}}, "launch.ray.workers is 3", {"launch": {"type": "ray", "mesh": {"data": 2}}}),
         (None, {"launch": {"processes": 2}, "data": {"train": "-"}}, "can't be read by several processes", {"launch": {"processes": 1}, "data": {"train": "-"}}),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from accord.errors import ConfigError
 from accord.models.tensor_parallel import divide_products
+from tests.conftest import FAMILIES, build_tiny
 from tests.distributed import test_offline, test_ppo, test_runs
 from tests.distributed.group import Job, alone, answers, assert_alike
 from tests.distributed.test_ppo import other_tokenizer, reward_run  # noqa: F401  (fixtures)
@@ -60,23 +62,6 @@ def test_four_processes_hold_a_quarter_of_each_matrix_and_half_of_what_stays_who
         assert twice["sums"] == 5 * twice["layers"] * twice["packs"] // 2
 
 
-@pytest.mark.parametrize(
-    ("family", "tensor", "said"),
-    [
-        ("gpt2", 2, "does not say how it is divided"),
-        ("olmo2", 2, "divided in a way that is not built"),
-        ("llama", 3, "4 attention heads, which 3 processes can't share evenly"),
-    ],
-)
-def test_what_can_not_be_divided_is_refused(family, tensor, said, tiny_folder):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder(family))
-    mesh = type("Mesh", (), {"size": lambda self: tensor})()
-    with pytest.raises(ConfigError, match=said):
-        divide_products(model, mesh)
-
-
 @pytest.mark.slow
 def test_every_kind_of_model_that_says_how_it_is_divided(tiny_folder, tmp_path):
     llama = tiny_folder("llama")
@@ -89,6 +74,46 @@ def test_every_kind_of_model_that_says_how_it_is_divided(tiny_folder, tmp_path):
         test_offline.job("dpo", llama, tmp_path, reference={"precompute": True}),
     ]
     compare(jobs, 2, tmp_path / "group")
+
+
+@pytest.mark.slow
+def test_noise_on_the_embeddings_and_dropout_are_those_of_one_process(tiny_folder, tmp_path):
+    """Whole runs, which seed the noise of every step. The embedding learns from what it gave before noise came to it."""
+    ways = [
+        {"sft": {"neftune_alpha": 5.0}},
+        {"model": {"lora": {"rank": 4, "dropout": 0.3, "target_modules": ["q_proj", "up_proj"]}}},
+    ]
+    one, two = (
+        [test_runs.job("sft", tiny_folder("llama"), tmp_path / f"{name}-{way}") for way in range(len(ways))]
+        for name in ("one", "two")
+    )
+    for job in (one, two):
+        for each, changes in zip(job, ways, strict=True):
+            each["changes"] |= changes
+    alone(one)
+    answers(
+        2,
+        [divided({**job, "changes": {**job["changes"], "train": {**job["changes"]["train"], "shard": "auto"}}}) for job in two],
+        tmp_path / "group",
+    )
+    for a, b in zip(two, one, strict=True):
+        test_runs.assert_same_run(a["run"], b["run"], "sft")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("gpt2", {}, "does not say how it is divided"),
+        ("olmo2", {}, "divided in a way that is not built"),
+        ("phi", {"qk_layernorm": True}, "does not say how layers.0.self_attn.q_layernorm.weight is divided"),
+        ("apertus", {}, "does not say how layers.0.mlp.act_fn.alpha_p is divided"),
+        ("llama", {"num_key_value_heads": 1}, "1 key-value heads, which 2 processes can't share evenly"),
+    ],
+)
+def test_a_model_that_can_not_be_divided_is_refused_before_anything_is_cut(family, changes, what, monkeypatch):
+    monkeypatch.setitem(FAMILIES, family, FAMILIES.get(family, FAMILIES["qwen2"]))
+    with pytest.raises(ConfigError, match=what):
+        divide_products(build_tiny(family, **changes), SimpleNamespace(size=lambda: 2))
 
 
 def test_improving_is_the_same_where_products_are_divided(tiny_folder, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -160,20 +161,33 @@ def round_linears(module: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _packed_inputs(module: nn.Module, pack: Pack, embedding_noise: float | None) -> dict:
-    inputs: dict = {
+def _packed_inputs(pack: Pack) -> dict:
+    return {
+        "input_ids": pack.input_ids[None],
         "position_ids": pack.position_ids[None],
         "use_cache": False,
         "accord_layout": SegmentLayout(pack.segments, pack.position_ids),
     }
-    if embedding_noise:
-        if hasattr(module, "unshard"):  # the embedding is read before the forward that would bring it together
-            module.unshard()  # type: ignore[operator]
-        embedded = module.get_input_embeddings()(pack.input_ids[None])  # type: ignore[operator]
-        inputs["inputs_embeds"] = embedded + _neftune_noise(pack, embedded, embedding_noise)
-    else:
-        inputs["input_ids"] = pack.input_ids[None]
-    return inputs
+
+
+@contextlib.contextmanager
+def _noisy_embeddings(module: nn.Module, pack: Pack, alpha: float | None) -> Iterator[None]:
+    """Inside, a forward over `pack` adds noise to what the embedding gives.
+
+    The embedding is read within the forward: gradients of one read before it come after a sharded model has summed its own.
+    """
+    if not alpha:
+        yield
+        return
+
+    def add(part: nn.Module, inputs: object, embedded: Tensor) -> Tensor:
+        return embedded + _neftune_noise(pack, embedded, alpha)
+
+    hook = module.get_input_embeddings().register_forward_hook(add)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _neftune_noise(pack: Pack, embedded: Tensor, alpha: float) -> Tensor:
@@ -191,8 +205,8 @@ def _lengths(pack: Pack) -> list[int]:
 
 def _packed_hidden(module: nn.Module, pack: Pack, embedding_noise: float | None = None) -> Tensor:
     """[1, T, d]"""
-    with packed_forward():
-        return heads.last_hidden(module, **_packed_inputs(module, pack, embedding_noise))
+    with packed_forward(), _noisy_embeddings(module, pack, embedding_noise):
+        return heads.last_hidden(module, **_packed_inputs(pack))
 
 
 def _padded_batch(pack: Pack) -> tuple[Tensor, Tensor]:
@@ -215,8 +229,8 @@ def _padded_hidden(module: nn.Module, pack: Pack) -> Tensor:
 def _logits(module: nn.Module, pack: Pack, packed: bool, embedding_noise: float | None = None) -> Tensor:
     """[N, V] logits at `pack.predict` through the model's own forward, with its own scaling and soft-capping."""
     if packed:
-        with packed_forward():
-            return module(**_packed_inputs(module, pack, embedding_noise), logits_to_keep=pack.predict).logits[0]
+        with packed_forward(), _noisy_embeddings(module, pack, embedding_noise):
+            return module(**_packed_inputs(pack), logits_to_keep=pack.predict).logits[0]
     ids, mask = _padded_batch(pack)
     logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
     return logits[pack.sequence, pack.position_ids[pack.predict]]

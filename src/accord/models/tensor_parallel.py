@@ -83,11 +83,26 @@ def _check(base: Any, count: int) -> None:
         plain: Any = getattr(part, "base_layer", part)
         if kind != _HEAD_NORM:
             sizes[f"{'outputs' if kind == _ROWS else 'inputs'} of {name}"] = plain.weight.shape[0 if kind == _ROWS else 1]
+    if apart := _unplanned(base):
+        raise ConfigError(
+            f"{_SAID}{type(base).__name__} does not say how {apart} is divided, which lies between what is. {_WAY_OUT}"
+        )
     if bad := next((f"{size} {name}" for name, size in sizes.items() if size % count), None):
         fitting = [n for n in range(1, count) if all(size % n == 0 for size in sizes.values())]
         raise ConfigError(
             f"{_SAID}this model has {bad}, which {count} processes can't share evenly. Set it to {' or '.join(map(str, fitting))}."
         )
+
+
+def _unplanned(base: Any) -> str | None:
+    """A parameter inside a branch that the plan is silent about: it may see a part of the heads or of the width, but which is not known."""
+    planned = list(_planned(base))
+    known = {id(parameter) for part, _, _ in planned for parameter in part.parameters()}
+    for branch in dict.fromkeys(name.rpartition(".")[0] for _, _, name in planned):
+        for name, parameter in backbone(base).get_submodule(branch).named_parameters(prefix=branch):
+            if id(parameter) not in known:
+                return name
+    return None
 
 
 def _text_config(base: Any) -> Any:
