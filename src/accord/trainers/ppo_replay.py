@@ -96,7 +96,7 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
     say(f"computing step {start + 1 if start + 1 == step else f'{start + 1} to {step}'} again from {from_where}")
     lowered = lowered_rates(folder / "alarms.jsonl")
     result = Replay(step, start, notes=notes)
-    with PPOTrainer(build(saved, name=folder.name, stage="ppo")) as trainer:
+    with PPOTrainer(build(in_one_process(saved), name=folder.name, stage="ppo")) as trainer:
         if checkpoint is not None:
             trainer.load_state({name: checkpoint.tensors(name) for name in checkpoint.names}, checkpoint.state["trainer"])
         trainer.journal = journal
@@ -114,6 +114,22 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
                         model.lr_factor = lowered[number]
     result.metrics = compare(logged[step], metrics, tolerance)
     return result
+
+
+def in_one_process(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what divides a run over several processes, none of which changes a result. A replay has one process."""
+    alone = {name: dict(section) if isinstance(section, Mapping) else section for name, section in saved.items()}
+    tensor = ((alone.pop("launch", None) or {}).get("mesh") or {}).get("tensor", 1)
+    for section, keys in (
+        ("train", ("shard", "offload")),
+        ("engine", ("inference_tp_size", "pin_parameters", "tp_gather_partition_size")),
+    ):
+        for key in keys:
+            (alone.get(section) or {}).pop(key, None)
+    model = alone.get("model") or {}
+    if tensor > 1 and model.get("lora") is not None:  # such a run had no base in common
+        model["lora"] = {**model["lora"], "share_base": False}
+    return alone
 
 
 def ppo_run(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
