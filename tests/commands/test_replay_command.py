@@ -8,13 +8,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accord.cli import main
 from accord.commands.replay import worst_samples
 from accord.config.root import merge
 from accord.errors import ConfigError, Interrupted
 from accord.trainers.ppo import PPOTrainer
-from accord.trainers.ppo_replay import compare, lowered_rates
+from accord.trainers.ppo_replay import compare, in_one_process, lowered_rates
 from tests.trainers import ppo_scores
 from tests.trainers.ppo_setup import PROMPTS, SCORES, function, settings
 from tests.trainers.test_ppo_run import digest
@@ -251,3 +252,32 @@ def test_the_worst_are_those_with_the_largest_advantage_and_the_largest_kl():
     samples = [{"advantage": a, "kl": k} for a, k in ((1.0, 0.0), (-3.0, 1.0), (0.5, 9.0), (2.0, 3.0))]
     assert [(row["why"], row["advantage"]) for row in worst_samples(samples, 1)] == [(["advantage"], -3.0), (["kl"], 0.5)]
     assert worst_samples(samples[1:2], 3)[0]["why"] == ["advantage", "kl"]
+
+
+def test_what_divides_a_run_over_processes_is_left_out():
+    saved = {
+        "launch": {"processes": 4, "mesh": {"tensor": 2}},
+        "model": {"path": "m", "lora": {"rank": 4}},
+        "train": {"shard": "always", "offload": "params", "lr": 1e-4},
+        "engine": {"inference_tp_size": 2, "pin_parameters": False, "tp_gather_partition_size": 2, "dtype": "float32"},
+    }
+    before = json.dumps(saved)
+    assert in_one_process(saved) == {
+        "model": {"path": "m", "lora": {"rank": 4, "share_base": False}}, "train": {"lr": 1e-4}, "engine": {"dtype": "float32"}
+    }  # fmt: skip
+    assert json.dumps(saved) == before
+    assert in_one_process({"launch": None, "model": {"lora": {}}}) == {"model": {"lora": {}}}
+
+
+@pytest.mark.parametrize("engine", [{"inference_tp_size": 2}, {"pin_parameters": False}])
+def test_a_run_of_several_processes_is_replayed_in_one(tiny_folder, tmp_path, capsys, engine):
+    """The folder of one process, made to say that it was one of two: the numbers are the same, so the step comes out."""
+    folder = run(tiny_folder("llama"), tmp_path / "run")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["launch"] |= {"processes": 2}
+    config["engine"] |= engine
+    if "inference_tp_size" in engine:
+        config["launch"]["mesh"]["tensor"] = 2
+    head = "".join(line for line in (folder / "config.yaml").read_text().splitlines(True) if line.startswith("#"))
+    (folder / "config.yaml").write_text(head + yaml.safe_dump(config))
+    assert accord("replay", folder, "--step", 4) == 0

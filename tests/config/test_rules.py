@@ -115,6 +115,7 @@ def test_a_secret_is_not_repeated_by_its_refusal():
         (None, {"launch": {"processes": 4, "mesh": {"data": 4, "tensor": 2}}}, "4 × tensor 2 are 8 processes", {"launch": {"processes": 4, "mesh": {"data": 2, "tensor": 2}}}),
         (None, {"train": {"shard": "never"}, "launch": {"mesh": {"tensor": 2}}}, "weights are divided", {"train": {"shard": "always"}, "launch": {"mesh": {"tensor": 2}}}),
         (None, {"model": {"lora": {"share_base": True}}, "launch": {"mesh": {"tensor": 2}}}, "several adapters on it is not divided", {"model": {"lora": {}}, "launch": {"mesh": {"tensor": 2}}}),
+        (None, {"model": {"lora": {}, "quantization": "nf4"}, "launch": {"mesh": {"tensor": 2}}}, "launch.mesh.tensor: 2: a base in 4 bits", {"model": {"lora": {}}, "launch": {"mesh": {"tensor": 2}}}),
         (None, {"engine": {"inference_tp_size": 4}, "launch": {"mesh": {"tensor": 2}}}, "divided in the same way", {"engine": {"inference_tp_size": 2, "tp_gather_partition_size": 2}, "launch": {"mesh": {"tensor": 2}}}),
         (None, {"engine": {"pin_parameters": False}, "launch": {"mesh": {"tensor": 2}}}, "its part of the layers", {"engine": {"tp_gather_partition_size": 2}, "launch": {"mesh": {"tensor": 2}}}),
         (None, {"launch": {"mesh": {"tensor": 2}}, "model": {"quantization": "nf4", "lora": {}}}, "in 4 bits is not divided", {"model": {"quantization": "nf4", "lora": {}}}),

@@ -66,8 +66,19 @@ def test_the_mesh_holds_the_processes_there_are():
     with pytest.raises(ConfigError, match="but there are 3"):
         check_mesh(Config(launch={"processes": "auto", "mesh": {"data": 2}}).launch, 3)
     check_mesh(Config(launch={"processes": "auto", "mesh": {"tensor": 2}}).launch, 4)
-    with pytest.raises(ConfigError, match=r"no part of 3\. Set launch\.processes to 2 or a multiple"):
+    with pytest.raises(
+        ConfigError, match=r"3 processes can't be put into groups of 2\. Set launch\.processes to 2 or a multiple"
+    ):
         check_mesh(Config(launch={"processes": "auto", "mesh": {"tensor": 2}}).launch, 3)
+    with pytest.raises(ConfigError, match=r"1 process can't be put into groups of 2\. Set launch\.ray\.workers to 2"):
+        check_mesh(Config(launch={"type": "ray", "mesh": {"tensor": 2}}).launch, 1)
+
+
+def test_processes_of_another_launcher_are_counted_by_that_launcher(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"Have the launcher start \(torchrun: --nproc-per-node\) 2 or a multiple of it"):
+        check_mesh(Config(launch={"mesh": {"tensor": 2}}).launch, 3)
 
 
 def test_how_a_run_is_launched_is_no_reason_to_refuse_a_resume():

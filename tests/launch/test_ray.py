@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from accord.config import Config
+from accord.errors import ConfigError
+from accord.launch import ray_cluster
 from tests.launch.test_local import gone
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'accord[ray]')")
@@ -175,3 +178,18 @@ def test_a_cluster_that_is_not_there_is_named(tmp_path):
         start("sft", "quickstart", f"run.dir={tmp_path}/run", *SHORT[:-1], *RAY, "launch.ray.address=127.0.0.1:1")
     )
     assert code == 2 and "launch.ray.address: can't reach 127.0.0.1:1" in err
+
+
+def test_no_cluster_is_said_in_our_words(monkeypatch):
+    def init(*_, **__):
+        raise ConnectionError(
+            "Could not find any running Ray instance. Please specify the one to connect to by setting `--address` flag."
+        )
+
+    monkeypatch.setattr("ray.init", init)
+    words = r"launch\.ray\.address: can't reach auto: no Ray cluster runs on this machine\. Start one with `ray start --head`\.$"
+    with (
+        pytest.raises(ConfigError, match=words),
+        ray_cluster._cluster(Config(launch={"type": "ray", "ray": {"address": "auto"}}).launch),
+    ):
+        pass

@@ -38,13 +38,19 @@ def products_are_divided_of_sharded_models(config: Config) -> Iterator[Refusal]:
     if config.train.shard == "never":
         yield Refusal(
             ("train", "shard"),
-            f"never: with launch.mesh.tensor={tensor} weights are divided. Leave it at auto, or set tensor to 1.",
+            f"never: with launch.mesh.tensor={tensor} weights are divided. Leave it at auto, or set launch.mesh.tensor=1.",
         )
     if config.model.quantization is not None:
         yield Refusal(key, f"{tensor}: a base in 4 bits is not divided. Set it to 1, or model.quantization=null.")
     if config.model.lora is not None and config.model.lora.share_base is True:
         yield Refusal(
             key, f"{tensor}: a base with several adapters on it is not divided. Set it to 1, or model.lora.share_base=auto."
+        )
+    if config.model.quantization is not None:
+        yield Refusal(
+            key,
+            f"{tensor}: a base in 4 bits (model.quantization) is not divided, every process holds it whole. Set it to 1, or "
+            "model.quantization=null.",
         )
     if engine.inference_tp_size not in (1, tensor):
         yield Refusal(

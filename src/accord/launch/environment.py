@@ -86,8 +86,10 @@ def check_mesh(settings: Launch, processes: int) -> None:
             "Leave it at auto."
         )
     if processes % mesh.tensor:
-        number = {"local": "launch.processes", "ray": "launch.ray.workers"}[settings.type]
+        number = {"local": "Set launch.processes to", "ray": "Set launch.ray.workers to"}[settings.type]
+        if world_size() is not None and not is_started_here():
+            number = "Have the launcher start (torchrun: --nproc-per-node)"
         raise ConfigError(
-            f"launch.mesh.tensor: {mesh.tensor} processes that divide products are no part of {processes}. "
-            f"Set {number} to {mesh.tensor} or a multiple, or tensor to 1."
+            f"launch.mesh.tensor: {processes} {'process' if processes == 1 else 'processes'} can't be put into groups of {mesh.tensor}. "
+            f"{number} {mesh.tensor} or a multiple of it, or set launch.mesh.tensor=1."
         )

@@ -228,9 +228,10 @@ def _cluster(settings: Launch) -> Iterator[Any]:
             signal.signal(signal.SIGTERM, answer)
     except (OSError, ValueError, RuntimeError) as error:
         where = address or "a cluster on this machine"
-        raise ConfigError(
-            f"launch.ray.address: can't reach {where}: {_reason(error)}. Start one with `ray start --head`."
-        ) from error
+        why = _reason(error)
+        if "Could not find any running Ray instance" in why:  # Ray names options of its own, which are not ours
+            why = "no Ray cluster runs on this machine"
+        raise ConfigError(f"launch.ray.address: can't reach {where}: {why}. Start one with `ray start --head`.") from error
     try:
         yield ray
     finally:

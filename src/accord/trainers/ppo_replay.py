@@ -22,7 +22,6 @@ from accord.trainers.ppo_experience import Experience
 from accord.trainers.ppo_journal import JOURNAL, Identity, Journal, Kind, misfits
 
 ABSOLUTE = 1e-7  # differences below it are rounding, whatever the tolerance
-DIVIDING = {"train": ("offload",), "engine": ("inference_tp_size", "pin_parameters", "tp_gather_partition_size")}
 MEASURED = ("time/", "throughput/", "memory/", "train/tokens_per_s")  # seconds and bytes, no result of the computation
 
 
@@ -97,7 +96,7 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
     say(f"computing step {start + 1 if start + 1 == step else f'{start + 1} to {step}'} again from {from_where}")
     lowered = lowered_rates(folder / "alarms.jsonl")
     result = Replay(step, start, notes=notes)
-    with PPOTrainer(build(_in_one_process(saved), name=folder.name, stage="ppo")) as trainer:
+    with PPOTrainer(build(in_one_process(saved), name=folder.name, stage="ppo")) as trainer:
         if checkpoint is not None:
             trainer.load_state({name: checkpoint.tensors(name) for name in checkpoint.names}, checkpoint.state["trainer"])
         trainer.journal = journal
@@ -117,6 +116,22 @@ def replay_step(folder: Path, step: int, tolerance: float, say: Callable[[str], 
     return result
 
 
+def in_one_process(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what divides a run over several processes, none of which changes a result. A replay has one process."""
+    alone = {name: dict(section) if isinstance(section, Mapping) else section for name, section in saved.items()}
+    tensor = ((alone.pop("launch", None) or {}).get("mesh") or {}).get("tensor", 1)
+    for section, keys in (
+        ("train", ("shard", "offload")),
+        ("engine", ("inference_tp_size", "pin_parameters", "tp_gather_partition_size")),
+    ):
+        for key in keys:
+            (alone.get(section) or {}).pop(key, None)
+    model = alone.get("model") or {}
+    if tensor > 1 and model.get("lora") is not None:  # such a run had no base in common
+        model["lora"] = {**model["lora"], "share_base": False}
+    return alone
+
+
 def ppo_run(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """The folder of the PPO run that `folder` is, or has in it as a pipeline's; its configuration and the head of that file."""
     if not (folder / "config.yaml").is_file():
@@ -131,14 +146,6 @@ def ppo_run(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
             f"{folder}: its prompts were handed over in Python. Only a run whose data.train names them can be replayed."
         )
     return folder, saved, about
-
-
-def _in_one_process(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings without those that say how several processes divide the work: one computes a step again."""
-    left = {name: section for name, section in saved.items() if name != "launch"}
-    for name, keys in DIVIDING.items():
-        left[name] = {key: value for key, value in (saved.get(name) or {}).items() if key not in keys}
-    return left
 
 
 def compare(logged: Mapping[str, Any], replayed: Mapping[str, Any], tolerance: float) -> list[Compared]:
